@@ -1,0 +1,115 @@
+"""What a host writes first: :func:`load`, then :meth:`Backend.plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from npu_backend.catalog import Catalog, load_catalog
+from npu_backend.deployment import Deployment
+from npu_backend.model.records import MlaLayer, ModelInfo
+from npu_backend.plan import ModelPlan
+from npu_backend.planner import plan_model
+from npu_backend.registry import Registry
+
+__all__ = ["Backend", "installed_torch_npu", "load"]
+
+
+def installed_torch_npu() -> str | None:
+    """Return the version of the installed torch-npu package, or None; imports nothing."""
+    try:
+        return metadata.version("torch-npu")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@frozen
+class Backend:
+    """A loaded set of plugins and a catalog.
+
+    Args:
+        registry: The plugins.
+        catalog: The figures to decide by.
+        torch_npu: Version of the installed torch-npu package, or None.
+    """
+
+    registry: Registry
+    catalog: Catalog
+    torch_npu: str | None = None
+
+    @property
+    def plugins(self) -> tuple[Mapping[str, Any], ...]:
+        """Every plugin with name, distribution, version and status, in registration order."""
+        return tuple(
+            {
+                "name": r.info.name,
+                "dist": r.info.dist,
+                "version": r.info.version,
+                "status": r.status.value,
+            }
+            for r in self.registry.plugins
+        )
+
+    def complete(self, deployment: Deployment) -> Deployment:
+        """Return the deployment with this backend's catalog, and with the installed torch-npu
+        where neither a package nor a CANN is given (rule 9)."""
+        changes: dict[str, Any] = {}
+        if deployment.catalog is not self.catalog:
+            changes["catalog"] = self.catalog
+        if deployment.torch_npu is None and deployment.cann is None and self.torch_npu:
+            changes["torch_npu"] = self.torch_npu
+        return evolve(deployment, **changes) if changes else deployment
+
+    def plan(
+        self,
+        layers: Iterable[MlaLayer],
+        deployment: Deployment,
+        *,
+        model: ModelInfo | None = None,
+    ) -> ModelPlan:
+        """Decide everything for the given layers.
+
+        Args:
+            layers: What :func:`npu_backend.read_model` returned, or records a host built.
+            deployment: What is planned for.
+            model: What is known of the model; default: what ``layers`` carries.
+
+        Raises:
+            NpuBackendError: There is no legal plan; see :func:`npu_backend.planner.plan_model`.
+        """
+        info = model or getattr(layers, "info", None)
+        return plan_model(
+            layers, self.complete(deployment), self.registry, model=info, plugins=self.plugins
+        )
+
+
+def load(
+    *,
+    enable: Iterable[str] | None = None,
+    disable: Iterable[str] = (),
+    strict: bool | None = None,
+    third_party: bool = True,
+    catalog: str | Path | Catalog | None = None,
+) -> Backend:
+    """Load the plugins by entry point, and the catalog. Cheap; imports no torch.
+
+    Args:
+        enable: Only these plugins (and the environment's ``NPU_BACKEND_PLUGINS``).
+        disable: Not these (and ``NPU_BACKEND_DISABLE``).
+        strict: A plugin's failure is an error; default: ``NPU_BACKEND_STRICT=1``.
+        third_party: False leaves out every distribution but npu-backend itself.
+        catalog: An override file, or a catalog.
+
+    Raises:
+        PluginError: An unknown name is enabled or disabled, or a plugin failed under strict.
+        CatalogError: The override cannot be used.
+    """
+    figures = catalog if isinstance(catalog, Catalog) else load_catalog(catalog)
+    registry = Registry.load(
+        enable=enable, disable=disable, strict=strict, third_party=third_party
+    )
+    return Backend(registry, figures, installed_torch_npu())

@@ -1,0 +1,279 @@
+"""The static description of one attention layer, and of the model it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from attrs import evolve, field, frozen
+from attrs.validators import ge, gt, in_, instance_of, optional
+
+from npu_backend.catalog.versions import suggest
+from npu_backend.errors import ModelError
+
+__all__ = [
+    "INDEXER_KINDS",
+    "PROJECTIONS",
+    "QUANT_KINDS",
+    "Indexer",
+    "KvLayout",
+    "Measured",
+    "MlaLayer",
+    "ModelInfo",
+]
+
+QUANT_KINDS = (
+    "none",
+    "w8a8-static",
+    "w8a8-dynamic",
+    "mxfp8",
+    "fp8-block",
+    "fp8",
+    "w8a16",
+    "w4a8-dynamic",
+    "w4a16",
+)
+"""Quantizations of one projection. ``none`` is 16- or 32-bit float; ``fp8`` is one scale a channel
+or tensor; ``fp8-block`` one scale for each 128 x 128 block; ``mxfp8`` one e8m0 scale for each 32
+inputs."""
+
+PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "wq_b")
+"""What can be quantized by itself. ``wq_b`` is the indexer's query projection."""
+
+INDEXER_KINDS = ("own", "shared", "none")
+DTYPES = ("bfloat16", "float16", "float32")
+LAYOUTS = ("strided", "contiguous")
+
+_CACHE_MODE_NAMES = {"PA": "PA_BSND", "krope_ctkv": "PA_BSND", "nzcache": "PA_NZ"}
+ROPE_LAYOUTS = ("half", "interleaved", "none")
+
+
+@frozen(cache_hash=True)
+class KvLayout:
+    """How one layer's latent cache is written; two workers that share a cache must agree.
+
+    Args:
+        cache_mode: Canonical name; ``PA`` and ``krope_ctkv`` mean ``PA_BSND``, ``nzcache`` means
+            ``PA_NZ``.
+        dtype: ``bfloat16``, ``float16``, ``float32``, ``int8``, or ``fp8_packed`` (656 bytes a
+            token).
+        block_size: Tokens in one cache block.
+        rope: ``half`` (all even components, then all odd), ``interleaved``, or ``none`` for layers
+            without RoPE.
+    """
+
+    cache_mode: str = field(
+        default="PA_BSND", converter=lambda mode: _CACHE_MODE_NAMES.get(mode, mode)
+    )
+    dtype: str = field(default="bfloat16", validator=in_((*DTYPES, "int8", "fp8_packed")))
+    block_size: int = field(default=128, validator=[instance_of(int), gt(0)])
+    rope: str = field(default="half", validator=in_(ROPE_LAYOUTS))
+
+    def __str__(self) -> str:
+        return f"{self.cache_mode} {self.dtype} block {self.block_size} rope {self.rope}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "cache_mode": self.cache_mode,
+            "dtype": self.dtype,
+            "block_size": self.block_size,
+            "rope": self.rope,
+        }
+
+
+@frozen(cache_hash=True)
+class Indexer:
+    """The sparse-attention indexer of a DSA layer.
+
+    Args:
+        kind: ``own``; ``shared`` (reuses another layer's top-k, reads nothing); ``none``.
+        quant: Quantization of its ``wq_b``.
+    """
+
+    kind: str = field(default="none", validator=in_(INDEXER_KINDS))
+    quant: str = field(default="none", validator=in_(QUANT_KINDS))
+
+
+@frozen(cache_hash=True)
+class Measured:
+    """What a checkpoint's headers say of one weight, over all ranks.
+
+    Args:
+        dtype: Name of the dtype as torch has it.
+        bytes: Bytes of the whole weight, before any sharding.
+    """
+
+    dtype: str
+    bytes: int = field(validator=ge(0))
+
+
+def _quant(value: Mapping[str, str] | Iterable[tuple[str, str]] | str) -> tuple[tuple[str, str], ...]:
+    pairs = dict.fromkeys(PROJECTIONS, value) if isinstance(value, str) else dict(value)
+    for name, kind in pairs.items():
+        if name not in PROJECTIONS:
+            raise ModelError(
+                f"{name!r} is not a projection{suggest(name, PROJECTIONS)}",
+                why="the projections are " + ", ".join(PROJECTIONS),
+            )
+        if kind not in QUANT_KINDS:
+            raise ModelError(
+                f"{kind!r} is not a quantization{suggest(kind, QUANT_KINDS)}",
+                whom=f"projection {name}",
+                why="the quantizations are " + ", ".join(QUANT_KINDS),
+            )
+    return tuple((p, pairs[p]) for p in PROJECTIONS if pairs.get(p, "none") != "none")
+
+
+@frozen(kw_only=True, cache_hash=True)
+class MlaLayer:
+    """Static description of one MLA attention layer. No tensors.
+
+    Args:
+        layer_id: Unique in the model; MTP layers follow the last layer.
+        is_nextn: An MTP (next-n prediction) layer.
+        model_type: ``model_type`` of the config, for what a model as such forbids.
+        hidden_size: Width of the residual stream.
+        num_heads: Heads over all ranks.
+        q_lora_rank: None where the layer has ``q_proj`` and ``kv_a_proj_with_mqa``.
+        kv_lora_rank: Width of the latent.
+        qk_nope_head_dim: Head width without RoPE.
+        qk_rope_head_dim: Head width of the RoPE part; may be 0.
+        v_head_dim: Head width of the values.
+        use_rope: False where the RoPE part exists but is not rotated.
+        dtype: Dtype of activations and unquantized weights.
+        quant: Quantization by projection, or one for all.
+        w_dtype: Dtype in which ``w_kc`` and ``w_vc`` are after load; default ``dtype``.
+        w_kc_layout: ``strided`` (own storage, last dimension not the fastest) or ``contiguous``.
+        w_vc_layout: The same of ``w_vc``.
+        kv_layout: The one layout of this layer's cache; default PA_BSND, ``dtype``, 128, half.
+        indexer: The layer's indexer.
+        rms_norm_eps: Epsilon of both norms.
+        prefix: Name of the attention module in the checkpoint.
+        measured: What safetensors headers say, by weight name.
+    """
+
+    layer_id: int = field(validator=[instance_of(int), ge(0)])
+    is_nextn: bool = False
+    model_type: str = ""
+    hidden_size: int = field(validator=[instance_of(int), gt(0)])
+    num_heads: int = field(validator=[instance_of(int), gt(0)])
+    q_lora_rank: int | None = field(default=None, validator=optional([instance_of(int), gt(0)]))
+    kv_lora_rank: int = field(validator=[instance_of(int), gt(0)])
+    qk_nope_head_dim: int = field(validator=[instance_of(int), gt(0)])
+    qk_rope_head_dim: int = field(validator=[instance_of(int), ge(0)])
+    v_head_dim: int = field(validator=[instance_of(int), gt(0)])
+    use_rope: bool = True
+    dtype: str = field(default="bfloat16", validator=in_(DTYPES))
+    quant: tuple[tuple[str, str], ...] = field(converter=_quant, default=())
+    w_dtype: str | None = None
+    w_kc_layout: str = field(default="strided", validator=in_(LAYOUTS))
+    w_vc_layout: str = field(default="contiguous", validator=in_(LAYOUTS))
+    kv_layout: KvLayout = field(default=None)
+    indexer: Indexer = field(factory=Indexer)
+    rms_norm_eps: float = 1e-6
+    prefix: str = ""
+    measured: tuple[tuple[str, Measured], ...] = field(
+        default=(), converter=lambda v: tuple(sorted(dict(v).items()))
+    )
+
+    def __attrs_post_init__(self) -> None:
+        rope = "half" if self.has_rope else "none"
+        if self.kv_layout is None:
+            object.__setattr__(self, "kv_layout", KvLayout(dtype=self.dtype, rope=rope))
+        elif (self.kv_layout.rope == "none") == self.has_rope:
+            raise ModelError(
+                f"the KV layout says rope {self.kv_layout.rope}, the layer has "
+                + ("RoPE" if self.has_rope else "none"),
+                whom=f"layer {self.layer_id}",
+                why="a layer without RoPE writes no rotated keys, and one with RoPE must say how",
+                remedy="give the layout that the host's cache has",
+                code="rope.layout",
+            )
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether keys and queries are rotated."""
+        return self.use_rope and self.qk_rope_head_dim > 0
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether the layer is a DSA layer: an indexer of its own, or a shared one."""
+        return self.indexer.kind != "none"
+
+    def quant_of(self, projection: str) -> str:
+        """Return the quantization of a projection; ``none`` where nothing is said."""
+        return self._quant_map.get(projection, "none")
+
+    @cached_property
+    def _quant_map(self) -> dict[str, str]:
+        return dict(self.quant)
+
+    @property
+    def bmm_dtype(self) -> str:
+        """Dtype of ``w_kc`` and ``w_vc`` after load."""
+        return self.w_dtype or self.dtype
+
+    @cached_property
+    def kind(self) -> MlaLayer:
+        """The same layer without what tells it from its twins: for memoising per kind."""
+        return evolve(self, layer_id=0, prefix="")
+
+    @cached_property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the loaded weights, scales included, in the order of every plan."""
+        from npu_backend.model.weights import loaded_weights
+
+        return tuple(spec.name for spec in loaded_weights(self, 1))
+
+    def local_heads(self, attn_tp_size: int) -> int:
+        """Return the heads of one rank.
+
+        Raises:
+            ModelError: The heads do not divide.
+        """
+        if self.num_heads % attn_tp_size:
+            raise ModelError(
+                f"{self.num_heads} heads do not divide over attention TP {attn_tp_size}",
+                whom=f"layer {self.layer_id}",
+                why="each rank holds the same number of heads",
+                remedy="choose an attention-TP size that divides the heads",
+                code="dims.heads",
+            )
+        return self.num_heads // attn_tp_size
+
+    def __str__(self) -> str:
+        return f"layer {self.layer_id}{' (MTP)' if self.is_nextn else ''}"
+
+
+@frozen
+class ModelInfo:
+    """What is known of the model as a whole.
+
+    Args:
+        name: Bundled name, or the name of the file or folder it was read from.
+        model_type: ``model_type`` of the config.
+        num_hidden_layers: Decoder layers, attention of any kind.
+        source: Where the description comes from.
+        unverified: Fields that the source does not confirm.
+        assumed: What was assumed because files were absent.
+    """
+
+    name: str
+    model_type: str = ""
+    num_hidden_layers: int | None = None
+    source: str = ""
+    unverified: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "name": self.name,
+            "model_type": self.model_type,
+            "num_hidden_layers": self.num_hidden_layers,
+            "source": self.source,
+            "unverified": list(self.unverified),
+            "assumed": list(self.assumed),
+        }

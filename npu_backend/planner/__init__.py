@@ -1,0 +1,11 @@
+"""The planner: ``(layers, deployment, answers) -> ModelPlan``. Pure: no torch, no globals, no
+environment reads.
+
+``tables`` knows cells and coverage, ``answers`` sorts what plugins said, ``readers`` knows who
+reads a weight, ``requests`` knows explicit wishes, ``site`` decides one table, ``release`` decides
+fates, ``model`` puts them together.
+"""
+
+from npu_backend.planner.model import Answers, plan_model
+
+__all__ = ["Answers", "plan_model"]

@@ -1,0 +1,108 @@
+"""mlapo: the fused int8 ``mla_preprocess`` of a kernel library, at most 1024 rows.
+
+sgl-kernel-npu and vllm-ascend each register their own op of that name; the two are not
+interchangeable, and the chosen kernel library decides which one is meant.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from npu_backend import (
+    Decline,
+    Deployment,
+    Envelope,
+    KvLayout,
+    MlaLayer,
+    Offer,
+    Phase,
+    hookimpl,
+)
+from npu_backend_builtin._limits import Check
+
+STRATEGY = "mlapo"
+OP = "mla_preprocess"
+OPS = {"sgl-kernel-npu": "npu::mla_preprocess", "vllm-ascend": "_C_ascend::mla_preprocess"}
+Q_LORA = {"sgl-kernel-npu": None, "vllm-ascend": "float"}
+"""Only vllm-ascend's op can hand ``q_lora`` out (``enable_inner_out``)."""
+
+PHASES = tuple(p for p in Phase if p is not Phase.EXTEND)
+QUANT = "w8a8-static"
+
+
+def _kv_layouts(check: Check, layer: MlaLayer) -> frozenset[KvLayout]:
+    block = layer.kv_layout.block_size
+    high, also = check.figure("block_size_max"), check.figure("block_size_also")
+    if block > high and block not in also:
+        check.add(
+            "kv.layout",
+            f"{OP} takes block sizes up to {high}, or {', '.join(map(str, also))}, not {block}",
+            "block_size_max",
+        )
+    modes = [m for m in check.figure("cache_modes") if m != "PA_NZ" or block == check.figure("nz_block_size")]
+    layouts = {
+        KvLayout(cache_mode=m, dtype=layer.dtype, block_size=block, rope="half") for m in modes
+    }
+    if "PA_NZ" in modes:
+        layouts.add(KvLayout(cache_mode="PA_NZ", dtype="int8", block_size=block, rope="half"))
+    return frozenset(layouts)
+
+
+@lru_cache(maxsize=256)
+def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
+    check = Check(OP, deployment)
+    check.soc()
+    check.library_op(OPS)
+    low, high = check.figure("hidden_size_min"), check.figure("hidden_size_max")
+    if not low <= layer.hidden_size <= high:
+        check.add(
+            "dims.hidden_size",
+            f"{OP} takes hidden_size {low}..{high}, not {layer.hidden_size}",
+            "hidden_size_max",
+        )
+    if layer.q_lora_rank is None:
+        check.add("dims.q_lora_rank", f"{OP} needs a q_lora_rank; the layer has q_proj instead")
+    else:
+        check.member("dims.q_lora_rank", "q_lora_rank", layer.q_lora_rank, "q_lora_rank")
+    for name in ("qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"):
+        check.member(f"dims.{name}", name, getattr(layer, name), name)
+    if not layer.has_rope:
+        check.add("rope.layout", f"{OP} always rotates, and the layer has no RoPE")
+    for what, dtype in (("activations", layer.dtype), ("w_kc", layer.bmm_dtype)):
+        check.member("dtype", f"{what} of", dtype, "dtypes")
+    wrong = [
+        f"{name} is {kind}"
+        for name in ("fused_qkv_a_proj", "q_b_proj")
+        if (kind := layer.quant_of(name)) != QUANT
+    ]
+    if wrong:
+        check.add("quant.mode", f"{OP} takes {QUANT} projections; " + ", ".join(wrong))
+    layouts = _kv_layouts(check, layer)
+    check.fused_promises()
+    if check.reasons:
+        return Decline(strategy=STRATEGY, reasons=check.reasons)
+
+    copies = ["fused_qkv_a_proj", "fused_qkv_a_proj.scale", "q_b_proj", "q_b_proj.scale"]
+    aliases = {}
+    if layer.w_kc_layout == "contiguous":
+        aliases["wuk"] = "w_kc"
+    else:
+        copies.append("w_kc")
+    return Offer(
+        strategy=STRATEGY,
+        impl="npu_backend_builtin.impl.mlapo:Mlapo",
+        envelope=Envelope(phases=PHASES, tokens=(1, check.figure("tokens_max"))),
+        reads_once=copies,
+        copies=copies,
+        aliases=aliases,
+        uses=("v_up",),
+        kv_layouts=layouts,
+        q_lora=Q_LORA[deployment.kernels.name],
+        mode=OPS[deployment.kernels.name],
+    )
+
+
+@hookimpl
+def select_preprocess_path(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
+    """Offer mlapo for layers in static W8A8 of the dimensions that the op has built in."""
+    return _answer(layer.kind, deployment)
