@@ -109,7 +109,5 @@ def load(
         CatalogError: The override cannot be used.
     """
     figures = catalog if isinstance(catalog, Catalog) else load_catalog(catalog)
-    registry = Registry.load(
-        enable=enable, disable=disable, strict=strict, third_party=third_party
-    )
+    registry = Registry.load(enable=enable, disable=disable, strict=strict, third_party=third_party)
     return Backend(registry, figures, installed_torch_npu())

@@ -211,6 +211,19 @@ class Request:
         return f"{self.kind}={dist}{self.name}{'@nextn' if self.nextn else ''}"
 
 
+def _role(value: str | Role | None) -> Role:
+    return Role.parse(value)
+
+
+def _soc(value: str | Soc) -> Soc:
+    # A name is looked up in the deployment's own catalog, once that is known.
+    return value if isinstance(value, Soc) else Soc("", value)
+
+
+def _kernels(value: str | KernelLibrary | None) -> KernelLibrary:
+    return KernelLibrary.parse(value)
+
+
 def _phases(value: Iterable[str | Phase] | str | None) -> tuple[Phase, ...] | None:
     if value is None:
         return None
@@ -293,12 +306,12 @@ class Deployment:
         DeploymentError: A value is unknown or impossible.
     """
 
-    role: Role = field(converter=Role.parse, default=Role.NULL)
+    role: Role = field(converter=_role, default=Role.NULL)
     catalog: Catalog = field(factory=load_catalog, repr=False)
-    soc: Soc = field(converter=lambda v: v, default="A3")
+    soc: Soc = field(converter=_soc, default="A3")
     cann: str | None = field(default=None, validator=optional(instance_of(str)))
     torch_npu: str | None = field(default=None, validator=optional(instance_of(str)))
-    kernels: KernelLibrary = field(converter=KernelLibrary.parse, default="sgl-kernel-npu")
+    kernels: KernelLibrary = field(converter=_kernels, default="sgl-kernel-npu")
     tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
     attn_tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
     context_parallel_size: int = field(default=1, validator=[instance_of(int), ge(1)])
@@ -313,7 +326,8 @@ class Deployment:
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "soc", Soc.parse(self.soc, self.catalog))
+        if not self.soc.family:
+            set_(self, "soc", Soc.parse(self.soc.name or "", self.catalog))
         tp, attn = self.tp_size, self.attn_tp_size
         set_(self, "tp_size", tp or attn or 1)
         set_(self, "attn_tp_size", attn or tp or 1)

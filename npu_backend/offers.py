@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from attrs import evolve, field, frozen
-from attrs.validators import ge, in_, instance_of
+from attrs.validators import in_, instance_of
 
 from npu_backend.deployment import Phase
 from npu_backend.model.records import KvLayout, MlaLayer
@@ -155,6 +155,8 @@ def _reasons(value: Reason | Iterable[Reason]) -> tuple[Reason, ...]:
 
 
 def _phase_set(value: Iterable[Phase | str] | Phase | str) -> frozenset[Phase]:
+    if isinstance(value, frozenset) and all(type(p) is Phase for p in value):
+        return value
     items = [value] if isinstance(value, str) else value
     return frozenset(Phase.parse(p) for p in items)
 

@@ -144,7 +144,9 @@ def _check_override(over: Any, where: str, limits: Mapping[str, Any]) -> None:
     if not isinstance(over, dict):
         raise CatalogError("the override is not a JSON object", whom=where)
     problems = [
-        f"unknown section {name!r}{suggest(name, _SECTIONS)}" for name in over if name not in _SECTIONS
+        f"unknown section {name!r}{suggest(name, _SECTIONS)}"
+        for name in over
+        if name not in _SECTIONS
     ]
     ops = over.get("limits", {}).get("ops", {}) if isinstance(over.get("limits", {}), dict) else {}
     for op, figures in ops.items():

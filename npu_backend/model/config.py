@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from npu_backend.errors import ModelError
+from npu_backend.model.fields import MAX_LAYERS, Fields
 from npu_backend.model.hybrid import mla_ids
+from npu_backend.model.indexers import read_indexers
 
 __all__ = ["AttentionSite", "ModelConfig", "parse_config"]
 
@@ -29,16 +31,8 @@ NEXTN_KEYS = (
 )
 """Spellings of the number of MTP layers."""
 
-DSA_KEYS = ("index_topk", "index_head_dim", "index_n_heads")
-DSA_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "glm5_next"})
-DSA_LAYER_TYPE = "deepseek_sparse_attention"
-
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Model types with two attentions per layer: ``layers.L.self_attn.0`` and ``.1``."""
-
-MAX_LAYERS = 4096
-MAX_DIM = 1 << 24
-"""Bounds beyond which a size is a mistake in the file; no model is within a factor of ten."""
 
 _PLAIN_ROOTS = ("model.", "")
 _NESTED_ROOTS = (
@@ -113,45 +107,9 @@ class ModelConfig:
     assumed: tuple[str, ...] = ()
 
 
-@frozen
-class _Fields:
-    """Checked access to a config's fields: problems are collected, so that one error has all."""
-
-    raw: Mapping[str, Any]
-    problems: list[str] = field(factory=list)
-
-    def integer(self, key: str, low: int, high: int = MAX_DIM) -> int:
-        """Return an integer field; ``low`` where it is missing or wrong, which is a problem."""
-        value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int):
-            said = "is missing" if value is None else f"is {value!r:.80}, not an integer"
-            self.problems.append(f"{key} {said}")
-        elif not low <= value <= high:
-            self.problems.append(f"{key} is {_brief(value)}, not between {low} and {high}")
-        else:
-            return value
-        return low
-
-    def optional(self, key: str, low: int, high: int = MAX_DIM) -> int | None:
-        """Return an integer field, or None where it is missing or null."""
-        return None if self.raw.get(key) is None else self.integer(key, low, high)
-
-    def flag(self, key: str) -> bool:
-        """Return a boolean field; False where it is missing or null."""
-        value = self.raw.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.problems.append(f"{key} is {value!r:.80}, neither true nor false")
-        return value is True
-
-
-def _brief(value: int) -> str:
-    # Python refuses to print integers of thousands of digits, and nobody would read them.
-    return str(value) if abs(value) < 1 << 64 else "an integer beyond 64 bits"
-
-
 def _language_model(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the part of the config that has the MLA fields."""
-    nested = [raw[key] for key in NESTED if isinstance(raw.get(key), dict)]
+    nested: list[Mapping[str, Any]] = [raw[key] for key in NESTED if isinstance(raw.get(key), dict)]
     for section in (raw, *nested):
         if section.get("kv_lora_rank") is not None and section.get("use_mla") is not False:
             return section
@@ -169,7 +127,7 @@ def _language_model(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     )
 
 
-def _layer_count(fields: _Fields, types: frozenset[str]) -> int:
+def _layer_count(fields: Fields, types: frozenset[str]) -> int:
     """Return the number of decoder layers.
 
     LongCat's configs call it num_layers, and some writers add num_hidden_layers for the number of
@@ -184,7 +142,7 @@ def _layer_count(fields: _Fields, types: frozenset[str]) -> int:
     return layers
 
 
-def _nextn_count(fields: _Fields, types: frozenset[str], assumed: list[str]) -> int:
+def _nextn_count(fields: Fields, types: frozenset[str], assumed: list[str]) -> int:
     said = {key: fields.optional(key, 0, MAX_LAYERS) for key in NEXTN_KEYS}
     given = {key: count for key, count in said.items() if count is not None}
     if len(set(given.values())) > 1:
@@ -199,70 +157,19 @@ def _nextn_count(fields: _Fields, types: frozenset[str], assumed: list[str]) -> 
     return 0
 
 
-def _shared_flags(fields: _Fields, layers: int, per: int, nextn: int) -> list[bool] | None:
-    """Return which layers share another one's index, or None where all have their own."""
-    raw = fields.raw
-    types, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
-    if types is not None:
-        if not isinstance(types, list) or any(t not in ("full", "shared") for t in types):
-            fields.problems.append("indexer_types is not a list of 'full' and 'shared'")
-            return None
-        if len(types) not in range(layers, layers + nextn + 1) and len(types) not in range(
-            layers * per, layers * per + nextn + 1
-        ):
-            fields.problems.append(
-                f"indexer_types has {len(types)} entries for {layers} layers and {nextn} MTP layers"
-            )
-        return [t == "shared" for t in types]
-    if pattern is not None:
-        if not isinstance(pattern, (str, list)) or any(p not in ("F", "S") for p in pattern):
-            fields.problems.append("index_topk_pattern is not made of F and S")
-            return None
-        return [p == "S" for p in pattern]
-    period = fields.optional("index_topk_freq", 1, MAX_LAYERS) or 1
-    offset = fields.optional("index_skip_topk_offset", 0, MAX_LAYERS)
-    if period == 1:
-        return None
-    # One index serves `period` layers; the first `offset` layers all have their own.
-    first = 2 if offset is None else offset
-    return [max(i - first + 1, 0) % period != 0 for i in range(layers)]
-
-
-def _indexers(fields: _Fields, types: frozenset[str], layers: int, per: int, nextn: int,
-              assumed: list[str]) -> tuple[bool, list[bool] | None]:
-    """Return whether the model has indexers, and which layers share one."""
-    sizes = [fields.optional(key, 0) for key in DSA_KEYS]
-    if not any(sizes) and not types & DSA_TYPES:
-        return False, None
-    shared = _shared_flags(fields, layers, per, nextn)
-    said = ("indexer_types", "index_topk_pattern", "index_topk_freq")
-    if all(fields.raw.get(key) is None for key in said):
-        assumed.append("no indexer_types: every layer has an indexer of its own")
-    return True, shared
-
-
-def _sites(fields: _Fields, types: frozenset[str], layers: int, assumed: list[str],
-           ) -> list[AttentionSite]:
-    raw = fields.raw
+def _sites(
+    fields: Fields, types: frozenset[str], layers: int, assumed: list[str]
+) -> list[AttentionSite]:
     per = fields.optional("mla_per_layer", 1, 2) or (2 if types & TWO_ATTENTIONS else 1)
     nextn = _nextn_count(fields, types, assumed)
-    dsa, shared = _indexers(fields, types, layers, per, nextn, assumed)
-    layer_types = raw.get("layer_types")
-    sparse_only = isinstance(layer_types, list) and DSA_LAYER_TYPE in layer_types
-    by_attention = shared is not None and len(shared) >= per * layers
-
-    def indexer(layer: int, attention: int) -> str:
-        if not dsa or (sparse_only and layer < layers and layer_types[layer] != DSA_LAYER_TYPE):
-            return "none"
-        at = attention if by_attention else layer
-        return "shared" if shared is not None and at < len(shared) and shared[at] else "own"
-
-    sites = [
-        AttentionSite(per * layer + part, f"layers.{layer}", f".{part}" if per > 1 else "", False,
-                      indexer(layer, per * layer + part))
-        for layer in mla_ids(raw, layers, fields.problems)
-        for part in range(per)
-    ]
+    indexers = read_indexers(fields, types, layers, per, nextn, assumed)
+    sites: list[AttentionSite] = []
+    for layer in mla_ids(fields.raw, layers, fields.problems):
+        for i in range(per):
+            at = per * layer + i
+            kind = "none" if indexers is None else indexers.kind(layer, at)
+            part = f".{i}" if per > 1 else ""
+            sites.append(AttentionSite(at, f"layers.{layer}", part, False, kind))
     first = next((site for site in sites if site.indexer != "none"), None)
     if first is not None and first.indexer == "shared":
         fields.problems.append(
@@ -271,13 +178,15 @@ def _sites(fields: _Fields, types: frozenset[str], layers: int, assumed: list[st
     for i in range(nextn):
         # LongCat keeps its MTP layer apart; the others number it on after the last layer.
         block = f"mtp.layers.{i}" if per > 1 else f"layers.{layers + i}"
-        kind = indexer(layers + i, per * layers + i)
-        sites.append(AttentionSite(per * layers + i, block, "", True, kind))
+        at = per * layers + i
+        kind = "none" if indexers is None else indexers.kind(layers + i, at, is_nextn=True)
+        sites.append(AttentionSite(at, block, "", True, kind))
     return sites
 
 
-def _quantization(raw: Mapping[str, Any], text: Mapping[str, Any],
-                  problems: list[str]) -> Mapping[str, Any] | None:
+def _quantization(
+    raw: Mapping[str, Any], text: Mapping[str, Any], problems: list[str]
+) -> Mapping[str, Any] | None:
     found: list[Mapping[str, Any]] = []
     for section in (raw, text):
         for key in ("quantization_config", "compression_config"):
@@ -302,7 +211,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         ModelError: The model is not MLA, or the config is incomplete or contradictory.
     """
     text = _language_model(raw, where)
-    fields = _Fields(text)
+    fields = Fields(text)
     names = [section.get("model_type") for section in (raw, text)]
     types = frozenset(name for name in names if isinstance(name, str) and name)
     if any(name is not None and not isinstance(name, str) for name in names):
@@ -330,9 +239,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
             why=fields.problems,
             remedy=_REMEDY,
         )
-    nested = text is not raw
-    roots = _PLAIN_ROOTS
-    if nested:
+    roots: tuple[str, ...] = _PLAIN_ROOTS
+    if text is not raw:
         roots = _GLM_NESTED_ROOTS if any("glm" in name for name in types) else _NESTED_ROOTS
     return ModelConfig(
         where=where,

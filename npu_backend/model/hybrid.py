@@ -28,8 +28,9 @@ def _within(ids: frozenset[int], key: str, low: int, layers: int, problems: list
         problems.append(f"{key} names layer {outside[-1]}, but the model has {layers} layers")
 
 
-def _by_layer_types(raw: Mapping[str, Any], layers: int, problems: list[str]
-                    ) -> frozenset[int] | None:
+def _by_layer_types(
+    raw: Mapping[str, Any], layers: int, problems: list[str]
+) -> frozenset[int] | None:
     kinds = raw.get("layer_types")
     if kinds is None:
         return None
@@ -44,8 +45,9 @@ def _by_layer_types(raw: Mapping[str, Any], layers: int, problems: list[str]
     )
 
 
-def _by_linear_attn_config(raw: Mapping[str, Any], layers: int, problems: list[str]
-                           ) -> list[frozenset[int]] | None:
+def _by_linear_attn_config(
+    raw: Mapping[str, Any], layers: int, problems: list[str]
+) -> list[frozenset[int]] | None:
     """Return the readings of kda_layers and full_attn_layers that are possible, likeliest first.
 
     Kimi's configs count from 1 (hosts test ``id + 1``), GLM's from 0. An id 0, or one equal to the
@@ -105,10 +107,7 @@ def mla_ids(raw: Mapping[str, Any], layers: int, problems: list[str]) -> list[in
         problems.append(
             "; ".join(f"{key}: the MLA layers are {sorted(ids)}" for key, ids in given.items())
         )
-    if given:
-        found = next(iter(given.values()))
-    else:
-        found = _by_group(raw, layers, problems)
+    found = next(iter(given.values())) if given else _by_group(raw, layers, problems)
     if not found and not problems:
         problems.append("none of its layers is an MLA layer")
     return sorted(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, in_, instance_of, optional
@@ -49,6 +50,10 @@ _CACHE_MODE_NAMES = {"PA": "PA_BSND", "krope_ctkv": "PA_BSND", "nzcache": "PA_NZ
 ROPE_LAYOUTS = ("half", "interleaved", "none")
 
 
+def _cache_mode(mode: str) -> str:
+    return _CACHE_MODE_NAMES.get(mode, mode)
+
+
 @frozen(cache_hash=True)
 class KvLayout:
     """How one layer's latent cache is written; two workers that share a cache must agree.
@@ -63,9 +68,7 @@ class KvLayout:
             without RoPE.
     """
 
-    cache_mode: str = field(
-        default="PA_BSND", converter=lambda mode: _CACHE_MODE_NAMES.get(mode, mode)
-    )
+    cache_mode: str = field(default="PA_BSND", converter=_cache_mode)
     dtype: str = field(default="bfloat16", validator=in_((*DTYPES, "int8", "fp8_packed")))
     block_size: int = field(default=128, validator=[instance_of(int), gt(0)])
     rope: str = field(default="half", validator=in_(ROPE_LAYOUTS))
@@ -109,7 +112,9 @@ class Measured:
     bytes: int = field(validator=ge(0))
 
 
-def _quant(value: Mapping[str, str] | Iterable[tuple[str, str]] | str) -> tuple[tuple[str, str], ...]:
+def _quant(
+    value: Mapping[str, str] | Iterable[tuple[str, str]] | str,
+) -> tuple[tuple[str, str], ...]:
     pairs = dict.fromkeys(PROJECTIONS, value) if isinstance(value, str) else dict(value)
     for name, kind in pairs.items():
         if name not in PROJECTIONS:
@@ -124,6 +129,12 @@ def _quant(value: Mapping[str, str] | Iterable[tuple[str, str]] | str) -> tuple[
                 why="the quantizations are " + ", ".join(QUANT_KINDS),
             )
     return tuple((p, pairs[p]) for p in PROJECTIONS if pairs.get(p, "none") != "none")
+
+
+def _measured(
+    value: Mapping[str, Measured] | Iterable[tuple[str, Measured]],
+) -> tuple[tuple[str, Measured], ...]:
+    return tuple(sorted(dict(value).items()))
 
 
 @frozen(kw_only=True, cache_hash=True)
@@ -174,9 +185,7 @@ class MlaLayer:
     indexer: Indexer = field(factory=Indexer)
     rms_norm_eps: float = 1e-6
     prefix: str = ""
-    measured: tuple[tuple[str, Measured], ...] = field(
-        default=(), converter=lambda v: tuple(sorted(dict(v).items()))
-    )
+    measured: tuple[tuple[str, Measured], ...] = field(default=(), converter=_measured)
 
     def __attrs_post_init__(self) -> None:
         rope = "half" if self.has_rope else "none"
@@ -217,8 +226,12 @@ class MlaLayer:
 
     @cached_property
     def kind(self) -> MlaLayer:
-        """The same layer without what tells it from its twins: for memoising per kind."""
-        return evolve(self, layer_id=0, prefix="")
+        """The same layer without what tells it from its twins, for memoising per kind.
+
+        Twins share one object, so that comparing their kinds is comparing identities.
+        """
+        kind = evolve(self, layer_id=0, prefix="")
+        return _KINDS.setdefault(kind, kind)
 
     @cached_property
     def weight_names(self) -> tuple[str, ...]:
@@ -245,6 +258,9 @@ class MlaLayer:
 
     def __str__(self) -> str:
         return f"layer {self.layer_id}{' (MTP)' if self.is_nextn else ''}"
+
+
+_KINDS: WeakValueDictionary[MlaLayer, MlaLayer] = WeakValueDictionary()
 
 
 @frozen

@@ -90,8 +90,11 @@ def _projection(
         # A scale for each row is sharded as its rows are; one value for all is not.
         total = measured[scale].bytes
         here = total // shards if total >= rows else total
-        specs.append(WeightSpec(scale, (here // DTYPE_BYTES[measured[scale].dtype],),
-                                measured[scale].dtype, here))
+        specs.append(
+            WeightSpec(
+                scale, (here // DTYPE_BYTES[measured[scale].dtype],), measured[scale].dtype, here
+            )
+        )
     elif kind != "none":
         scale_dtype, scale_size = _scale_bytes(kind, rows_here, columns)
         specs.append(
@@ -115,7 +118,10 @@ def _loaded(kind: MlaLayer, attn_tp_size: int) -> tuple[WeightSpec, ...]:
         specs += _projection(kind, "q_b_proj", q_rows, kind.q_lora_rank, attn_tp_size)
     kv_rows = kind.num_heads * (nope + kind.v_head_dim)
     specs += _projection(kind, "kv_b_proj", kv_rows, latent, attn_tp_size)
-    for name, shape in (("w_kc", (heads, nope, latent)), ("w_vc", (heads, latent, kind.v_head_dim))):
+    for name, shape in (
+        ("w_kc", (heads, nope, latent)),
+        ("w_vc", (heads, latent, kind.v_head_dim)),
+    ):
         size = prod(shape) * DTYPE_BYTES.get(kind.bmm_dtype, 1)
         specs.append(WeightSpec(name, shape, kind.bmm_dtype, size, "derived"))
     return tuple(specs)

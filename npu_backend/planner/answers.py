@@ -14,7 +14,7 @@ from npu_backend.offers import Answer, Decline, Forbid, Offer, PluginInfo, Reaso
 from npu_backend.plan import DeclineRecord
 from npu_backend.planner.tables import Candidate
 
-__all__ = ["PATH_HOOK", "BMM_HOOK", "RELEASE_HOOK", "Sorted", "sort_answers"]
+__all__ = ["BMM_HOOK", "PATH_HOOK", "RELEASE_HOOK", "Sorted", "sort_answers"]
 
 PATH_HOOK = "select_preprocess_path"
 BMM_HOOK = "select_bmm_kernel"

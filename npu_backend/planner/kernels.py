@@ -47,7 +47,7 @@ def bmm_spec(layer: MlaLayer, deployment: Deployment, site: str, cells: Cells) -
         weight_dtype=layer.bmm_dtype,
         weight_layout=layer.w_kc_layout if absorb else layer.w_vc_layout,
         input_layout="strided" if absorb else "contiguous",
-        phases=cells,
+        phases=frozenset(cells),
         max_tokens=max(known) if len(known) == len(bounds) else None,
     )
 

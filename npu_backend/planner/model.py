@@ -10,11 +10,12 @@ from attrs import define, evolve, field, frozen
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import Deployment, Request
 from npu_backend.errors import DeploymentError, RequestUnmetError, SelectionError
+from npu_backend.explain import name_layers
 from npu_backend.model.records import MlaLayer, ModelInfo
 from npu_backend.model.weights import WeightSpec, loaded_weights
 from npu_backend.offers import SITES, Answer, BmmSpec
 from npu_backend.plan import DeclineRecord, LayerPlan, ModelPlan, Table, TableEntry, WeightPlan
-from npu_backend.planner.answers import BMM_HOOK, PATH_HOOK, Sorted, sort_answers
+from npu_backend.planner.answers import BMM_HOOK, PATH_HOOK, sort_answers
 from npu_backend.planner.kernels import bmm_readers, bmm_spec, site_cells
 from npu_backend.planner.readers import HOST_MHA, base_readers, host_phases, path_readers
 from npu_backend.planner.release import fates, prepared_copies
@@ -57,9 +58,7 @@ class _Settled:
     met: dict[Request, int] = field(factory=dict)
     known: dict[str, set[str]] = field(factory=dict)
 
-    def record(
-        self, layer: MlaLayer, requests: Sequence[Request], unmet: Iterable[Unmet]
-    ) -> None:
+    def record(self, layer: MlaLayer, requests: Sequence[Request], unmet: Iterable[Unmet]) -> None:
         failed = {u.request: u.reasons for u in unmet}
         for request in requests:
             if request in failed:
@@ -67,19 +66,6 @@ class _Settled:
                 groups.setdefault(failed[request], []).append(layer)
             else:
                 self.met[request] = self.met.get(request, 0) + 1
-
-
-def name_layers(layers: Iterable[MlaLayer]) -> str:
-    """Return ``layer 3``, or ``layers 0-2, 78``."""
-    ids = sorted(layer.layer_id for layer in layers)
-    runs: list[list[int]] = []
-    for each in ids:
-        if runs and each == runs[-1][1] + 1:
-            runs[-1][1] = each
-        else:
-            runs.append([each, each])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"layer{'s' if len(ids) > 1 else ''} {text}"
 
 
 class _Planner:
@@ -132,7 +118,13 @@ class _Planner:
             parts.append(decided)
             served += [(site, s) for s in decided.served]  # type: ignore[misc]
         votes = self.answers.ask_release(layer, deployment, readers)
-        key = (layer.kind, tuple(sorted(readers.items())), votes, path.decided.table, *tables.values())
+        key = (
+            layer.kind,
+            tuple(sorted(readers.items())),
+            votes,
+            path.decided.table,
+            *tables.values(),
+        )
         if key not in self._fates:
             weights = self.weights(layer)
             rows, refused = fates(weights, readers, votes, deployment)
@@ -167,7 +159,11 @@ class _Planner:
         cells = cells_of_reach(reach, without=host_phases(layer, deployment))
         base = base_readers(layer, deployment, weights, reach)
         sorted_ = sort_answers(
-            answers, hook=PATH_HOOK, site=None, layer=layer, weights=weights,
+            answers,
+            hook=PATH_HOOK,
+            site=None,
+            layer=layer,
+            weights=weights,
             catalog=deployment.catalog,
         )
         decided = decide(
@@ -200,7 +196,11 @@ class _Planner:
         if key not in self._kernels:
             weights = self.weights(layer)
             sorted_ = sort_answers(
-                answers, hook=BMM_HOOK, site=site, layer=layer, weights=weights,
+                answers,
+                hook=BMM_HOOK,
+                site=site,
+                layer=layer,
+                weights=weights,
                 catalog=self.deployment.catalog,
             )
             decided = decide(
@@ -225,9 +225,7 @@ class _Planner:
             self.slots = tuple(sorted(held.items()))
         return decided
 
-    def _settle(
-        self, layer: MlaLayer, kind: str, known: frozenset[str], decided: Decided
-    ) -> None:
+    def _settle(self, layer: MlaLayer, kind: str, known: frozenset[str], decided: Decided) -> None:
         self.settled.known.setdefault(kind, set()).update(known)
         self.settled.record(layer, active(self.deployment, layer, kind), decided.unmet)
         # An unmet request is told first: it is what the user asked, and the likelier cause.

@@ -33,7 +33,9 @@ def host_phases(layer: MlaLayer, deployment: Deployment) -> tuple[Phase, ...]:
     return ()
 
 
-def add(readers: Readers, weights: Mapping[str, WeightSpec], names: Iterable[str], who: str) -> None:
+def add(
+    readers: Readers, weights: Mapping[str, WeightSpec], names: Iterable[str], who: str
+) -> None:
     """Add a reader to weights; whoever reads a quantized weight reads its scale as well."""
     for name in names:
         for each in (name, f"{name}.scale"):

@@ -29,9 +29,7 @@ class Unmet:
 
 def active(deployment: Deployment, layer: MlaLayer, kind: str) -> tuple[Request, ...]:
     """Return the requests that bind a layer; MTP layers are bound by ``@nextn`` only."""
-    return tuple(
-        r for r in deployment.requests if r.kind == kind and r.nextn == layer.is_nextn
-    )
+    return tuple(r for r in deployment.requests if r.kind == kind and r.nextn == layer.is_nextn)
 
 
 def matches(candidate: Candidate, request: Request) -> bool:
@@ -87,7 +85,7 @@ def check(
         candidates: The candidates that are still legal when the table is final.
         extra_reasons: Refusals found while the table was built.
     """
-    beside_idle = {p: r for p, r in cells.items() if p is not Phase.IDLE}
+    beside_idle: Cells = {p: r for p, r in cells.items() if p is not Phase.IDLE}
     fitting = [c for c in candidates if matches(c, request)]
     legal = {c: part for c in fitting if (part := overlap(c.offer, beside_idle))}
     said = [

@@ -26,8 +26,7 @@ class Check:
         """Refuse, naming the version that the figure is of and where it comes from."""
         if figure is not None:
             message += (
-                f" [CANN {self.deployment.limits_cann}; "
-                f"{self.deployment.source(self.op, figure)}]"
+                f" [CANN {self.deployment.limits_cann}; {self.deployment.source(self.op, figure)}]"
             )
         self.reasons.append(Reason(code, message))
 
@@ -60,9 +59,7 @@ class Check:
         if not self.deployment.catalog.has_op(op, self.deployment.line):
             since = self.deployment.catalog.op_since(op)
             when = f"since line {since}" if since else "in no known line"
-            self.add(
-                "op.missing", f"{op} is {when}; this is line {self.deployment.line}"
-            )
+            self.add("op.missing", f"{op} is {when}; this is line {self.deployment.line}")
 
     def library_op(self, ops: dict[str, str]) -> str | None:
         """Return the op of the chosen kernel library, or refuse where it supplies none."""
@@ -71,8 +68,8 @@ class Check:
         if op is None or not self.deployment.catalog.library_has_op(library, op):
             self.add(
                 "op.missing",
-                f"{self.op} is no op of torch_npu; it comes with {' or '.join(ops)}, and the kernel "
-                f"library is {library}",
+                f"{self.op} is no op of torch_npu; it comes with {' or '.join(ops)}, and the "
+                f"kernel library is {library}",
             )
             return None
         return op
@@ -87,6 +84,6 @@ class Check:
         if self.deployment.context_parallel_size > 1:
             self.add(
                 "parallel.context",
-                f"context parallelism over {self.deployment.context_parallel_size} ranks: the fused "
-                "op writes only its own rank's rows",
+                f"context parallelism over {self.deployment.context_parallel_size} ranks: the "
+                "fused op writes only its own rank's rows",
             )

@@ -39,7 +39,11 @@ def _kv_layouts(check: Check, layer: MlaLayer) -> frozenset[KvLayout]:
             f"{OP} takes block sizes up to {high}, or {', '.join(map(str, also))}, not {block}",
             "block_size_max",
         )
-    modes = [m for m in check.figure("cache_modes") if m != "PA_NZ" or block == check.figure("nz_block_size")]
+    modes = [
+        m
+        for m in check.figure("cache_modes")
+        if m != "PA_NZ" or block == check.figure("nz_block_size")
+    ]
     layouts = {
         KvLayout(cache_mode=m, dtype=layer.dtype, block_size=block, rope="half") for m in modes
     }

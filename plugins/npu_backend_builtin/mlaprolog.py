@@ -88,7 +88,8 @@ def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
     limit = check.figure("heads_max")
     if heads > limit or heads & (heads - 1):
         check.add(
-            "dims.heads", f"{OP} takes a power of two up to {limit} local heads, not {heads}",
+            "dims.heads",
+            f"{OP} takes a power of two up to {limit} local heads, not {heads}",
             "heads_max",
         )
     if layer.q_lora_rank is None:

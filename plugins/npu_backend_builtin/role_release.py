@@ -32,9 +32,7 @@ def _null_keeps(name: str, layer: MlaLayer, deployment: Deployment) -> str | Non
 
 
 @lru_cache(maxsize=512)
-def _votes(
-    layer: MlaLayer, deployment: Deployment, unread: tuple[tuple[str, bool], ...]
-) -> Votes:
+def _votes(layer: MlaLayer, deployment: Deployment, unread: tuple[tuple[str, bool], ...]) -> Votes:
     votes: list[Release | Keep] = []
     for name, promised in unread:
         target = name.removesuffix(".scale")

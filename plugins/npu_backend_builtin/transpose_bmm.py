@@ -76,7 +76,7 @@ def _transposing(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
     check = _transpose_check(bmm, deployment)
     key = "bk_below_nz" if bmm.weight_format == "nz" else "bk_below"
     limit = check.figure(key)
-    if limit is not None and _limit_applies(check) and bmm.B * bmm.K >= limit:
+    if limit is not None and _limit_applies(check) and limit <= bmm.B * bmm.K:
         check.add(
             "bmm.bk_limit",
             f"B x K = {bmm.B} x {bmm.K} = {bmm.B * bmm.K} is not below {limit}; the number of rows "
@@ -89,7 +89,7 @@ def _transposing(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
 def _explicit(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
     check = _transpose_check(bmm, deployment)
     limit = check.figure("k_below")
-    if _limit_applies(check) and bmm.K >= limit:
+    if _limit_applies(check) and limit <= bmm.K:
         check.add("bmm.k_limit", f"K = {bmm.K} is not below {limit}", "k_below")
     return _answer(EXPLICIT, check, "Explicit", reads=(bmm.weight,), copies_input=True)
 
@@ -106,8 +106,8 @@ def _library_version(check: Check) -> None:
     except ValueError:
         check.add(
             "library.version",
-            f"{kernels} has no date for a version, so it cannot be told from the faulty ones before "
-            f"{fixed}",
+            f"{kernels} has no date for a version, so it cannot be told from the faulty ones "
+            f"before {fixed}",
             "fixed_release",
         )
         return
@@ -132,7 +132,8 @@ def _custom(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
         for axis, size in (("K", bmm.K), ("N", bmm.N)):
             if size % multiple:
                 check.add(
-                    "bmm.alignment", f"{axis} = {size} is not a multiple of {multiple}",
+                    "bmm.alignment",
+                    f"{axis} = {size} is not a multiple of {multiple}",
                     "kn_multiple_nz",
                 )
     rows = check.figure("m_max")

@@ -1,0 +1,246 @@
+"""The options that ``plan`` and ``run`` share, and what they build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from attrs import frozen
+
+from npu_backend.api import Backend, load
+from npu_backend.catalog.versions import suggest
+from npu_backend.deployment import HOSTS, PROMISES, Deployment, Phase, Role
+from npu_backend.errors import DeploymentError
+from npu_backend.plan import ModelPlan
+
+__all__ = ["Planned", "model_and_deployment_options", "plan_from", "plugin_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_QUANTS = ("none", "w8a8-static", "w8a8-dynamic", "mxfp8", "fp8-block")
+
+
+@frozen
+class Planned:
+    """What the options amount to."""
+
+    backend: Backend
+    plan: ModelPlan
+
+
+def _apply(decorators: list[Callable[[F], F]], function: F) -> F:
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+def plugin_options(function: F) -> F:
+    """Add the options that choose plugins and figures."""
+    return _apply(
+        [
+            click.option("--no-third-party", is_flag=True, help="Only npu-backend's own plugins."),
+            click.option(
+                "--plugin",
+                "enable",
+                multiple=True,
+                metavar="NAME",
+                help="Allow list: only these plugins; repeatable.",
+            ),
+            click.option(
+                "--disable", multiple=True, metavar="NAME", help="Not this plugin; repeatable."
+            ),
+            click.option("--strict", is_flag=True, help="A plugin's failure is an error."),
+            click.option(
+                "--catalog",
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help="JSON file with figures that override the bundled catalog.",
+            ),
+        ],
+        function,
+    )
+
+
+def model_and_deployment_options(function: F) -> F:
+    """Add MODEL and every option of a deployment."""
+    return _apply(
+        [
+            click.argument("model"),
+            click.option(
+                "--role",
+                default="null",
+                show_default=True,
+                metavar="|".join(Role),
+                help="Disaggregation role.",
+            ),
+            click.option(
+                "--tp-size", type=click.IntRange(1), help="TP size [default: attention TP]."
+            ),
+            click.option(
+                "--attn-tp-size", type=click.IntRange(1), help="Attention-TP size [default: TP]."
+            ),
+            click.option(
+                "--context-parallel-size",
+                type=click.IntRange(1),
+                default=1,
+                show_default=True,
+                help="Ranks that share one sequence's context.",
+            ),
+            click.option(
+                "--soc",
+                default="A3",
+                show_default=True,
+                metavar="NAME",
+                help="A2, A3, A5, 310P, or the runtime's name such as Ascend910_9391.",
+            ),
+            click.option("--cann", metavar="VERSION", help="CANN release [default: newest known]."),
+            click.option(
+                "--torch-npu", metavar="VERSION", help="torch-npu package or TorchNPU line."
+            ),
+            click.option(
+                "--kernels",
+                default="sgl-kernel-npu",
+                show_default=True,
+                metavar="NAME[==VERSION]",
+                help="Library of the ops torch_npu lacks: sgl-kernel-npu, vllm-ascend, none.",
+            ),
+            click.option(
+                "--quant",
+                default="none",
+                show_default=True,
+                type=click.Choice(_QUANTS),
+                help="Quantization where the files say nothing.",
+            ),
+            click.option(
+                "--dtype",
+                default="bfloat16",
+                show_default=True,
+                type=click.Choice(["bfloat16", "float16", "float32"]),
+                help="Dtype of activations and unquantized weights.",
+            ),
+            click.option(
+                "--block-size",
+                default=128,
+                show_default=True,
+                type=click.IntRange(1),
+                help="Tokens in one block of the KV cache.",
+            ),
+            click.option("--host", metavar="|".join(HOSTS), help="The engine that serves."),
+            click.option(
+                "--phases",
+                multiple=True,
+                metavar="PHASE[,PHASE]",
+                help="Reachable phases, instead of the role's.",
+            ),
+            click.option(
+                "--max-tokens",
+                multiple=True,
+                metavar="N|PHASE=N",
+                help="Row bound of all phases or of one; repeatable.",
+            ),
+            *(
+                click.option(f"--{name.replace('_', '-')}", name, is_flag=True, help=text)
+                for name, text in {
+                    "local_prefill": "Promise: extend runs here too.",
+                    "lora": "Promise: LoRA on q_a, q_b or kv_b.",
+                    "weight_update": "Promise: weights are updated while serving.",
+                    "role_switch": "Promise: the role may flip.",
+                    "export": "Promise: the weights may be saved.",
+                }.items()
+            ),
+            click.option("--restore", is_flag=True, help="Release restorably instead of keeping."),
+            click.option("--graph-capture", is_flag=True, help="Steps are captured into graphs."),
+            click.option(
+                "--batch-invariant", is_flag=True, help="One strategy for all row counts."
+            ),
+            click.option(
+                "--request",
+                "requests",
+                multiple=True,
+                metavar="KIND=NAME",
+                help="path=, q_absorb= or v_up=, [DIST/]NAME[@nextn]; a contract; repeatable.",
+            ),
+            click.option("--layers", metavar="IDS", help="Only these layers, such as 0-2,78."),
+            plugin_options,
+            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        ],
+        function,
+    )
+
+
+def _max_tokens(values: tuple[str, ...]) -> dict[Phase, int]:
+    bounds: dict[Phase, int] = {}
+    for value in values:
+        phase, equals, number = value.rpartition("=")
+        try:
+            bound = int(number)
+        except ValueError as err:
+            raise DeploymentError(
+                f"{value!r} is not a row bound",
+                whom="--max-tokens",
+                why="a bound is a number, or PHASE=NUMBER",
+                remedy="write for example --max-tokens 1024 or --max-tokens decode=1024",
+                code="tokens.limit",
+            ) from err
+        for each in [Phase.parse(phase)] if equals else list(Phase):
+            if equals or each not in bounds:
+                bounds[each] = bound
+    return bounds
+
+
+def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
+    """Read the model, load the plugins, and plan.
+
+    Args:
+        options: The options of :func:`model_and_deployment_options`, by name.
+        installed: For ``run``: ``torch_npu`` and ``cann`` of this machine, which are used where
+            the options name none.
+    """
+    from npu_backend.model.read import read_model
+
+    backend = load(
+        enable=options["enable"] or None,
+        disable=options["disable"],
+        strict=options["strict"] or None,
+        third_party=not options["no_third_party"],
+        catalog=options["catalog"],
+    )
+    host = options["host"]
+    if host is not None and host not in HOSTS:
+        raise DeploymentError(
+            f"{host!r} is not a host{suggest(host, HOSTS)}",
+            whom="--host",
+            why="the hosts are " + ", ".join(HOSTS),
+            remedy="name one of them, or leave --host out",
+        )
+    deployment = Deployment(
+        role=options["role"],
+        catalog=backend.catalog,
+        soc=options["soc"],
+        cann=options["cann"] or installed.get("cann"),
+        torch_npu=options["torch_npu"] or installed.get("torch_npu"),
+        kernels=options["kernels"],
+        tp_size=options["tp_size"] or 0,
+        attn_tp_size=options["attn_tp_size"] or 0,
+        context_parallel_size=options["context_parallel_size"],
+        host=host,
+        phases=",".join(options["phases"]) if options["phases"] else None,
+        max_tokens=_max_tokens(options["max_tokens"]) or None,
+        requests=options["requests"],
+        graph_capture=options["graph_capture"],
+        batch_invariant=options["batch_invariant"],
+        promises=[name for name in PROMISES if options[name]],
+        restore=options["restore"],
+    )
+    model = read_model(
+        options["model"],
+        quant=options["quant"],
+        dtype=options["dtype"],
+        block_size=options["block_size"],
+        host=host,
+        layers=options["layers"],
+        catalog=backend.catalog,
+    )
+    return Planned(backend, backend.plan(model, deployment))

@@ -1,0 +1,31 @@
+"""``npu-backend plan``: decide, and say why. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from npu_backend.cli.options import model_and_deployment_options, plan_from
+from npu_backend.cli.output import print_warning
+
+__all__ = ["command"]
+
+
+@click.command(name="plan")
+@model_and_deployment_options
+def command(**options: Any) -> int:
+    """Decide for MODEL which path runs, which weights may go, and which kernel multiplies.
+
+    MODEL is a bundled name, a config.json, or a model directory.
+    """
+    planned = plan_from(options)
+    for text in planned.plan.warnings:
+        print_warning(text)
+    if options["as_json"]:
+        click.echo(planned.plan.to_json())
+    else:
+        from npu_backend.cli.render import render_plan
+
+        render_plan(planned.plan)
+    return 0

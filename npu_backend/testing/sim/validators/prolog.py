@@ -1,0 +1,275 @@
+"""Limits of the ``npu_mla_prolog`` family."""
+
+from __future__ import annotations
+
+from npu_backend.testing.sim.limits import Place
+from npu_backend.testing.sim.spec import TensorSpec
+from npu_backend.testing.sim.validators.base import Check
+
+__all__ = ["npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"]
+
+_V3 = "npu_mla_prolog_v3"
+
+
+def _weights(
+    check: Check,
+    token_x: TensorSpec,
+    weight_dq: TensorSpec,
+    weight_uq_qr: TensorSpec,
+    weight_uk: TensorSpec,
+    weight_dkv_kr: TensorSpec,
+) -> tuple[int, int, int]:
+    """Check the weights' shapes; return (q_lora_rank, kv_lora_rank, rope)."""
+    place = check.place
+    check.rank("token_x", token_x, 2, 3)
+    for name, spec in (("weight_dq", weight_dq), ("weight_uq_qr", weight_uq_qr)):
+        check.rank(name, spec, 2)
+    check.rank("weight_dkv_kr", weight_dkv_kr, 2)
+    check.rank("weight_uk", weight_uk, 3)
+    hidden = token_x.shape[-1]
+    q_lora = weight_dq.shape[1]
+    heads, nope, kv_lora = weight_uk.shape
+    rope = weight_dkv_kr.shape[1] - kv_lora
+    check.one_of("hidden size He", hidden, place.value(_V3, "hidden_size"))
+    check.one_of("q_lora_rank Hcq", q_lora, place.value(_V3, "q_lora_rank"))
+    check.one_of("kv_lora_rank Hckv", kv_lora, place.value(_V3, "kv_lora_rank"))
+    check.one_of("qk_nope_head_dim D", nope, place.value(_V3, "qk_nope_head_dim"))
+    check.one_of("qk_rope_head_dim Dr", rope, place.value(_V3, "qk_rope_head_dim"))
+    most = place.value(_V3, "heads_max")
+    check.that(
+        1 <= heads <= most and heads & (heads - 1) == 0,
+        f"head number N = {heads} must be a power of two, 1..{most}",
+    )
+    check.shape("weight_dq", weight_dq, hidden, q_lora)
+    check.shape("weight_uq_qr", weight_uq_qr, q_lora, heads * (nope + rope))
+    check.shape("weight_dkv_kr", weight_dkv_kr, hidden, kv_lora + rope)
+    check.nz(weight_dq=weight_dq, weight_uq_qr=weight_uq_qr, weight_dkv_kr=weight_dkv_kr)
+    check.nd(weight_uk=weight_uk)
+    check.dtype("weight_uk", weight_uk, place.value(_V3, "dtypes"))
+    return q_lora, kv_lora, rope
+
+
+def _dtypes(
+    check: Check, mode: int, token_x: TensorSpec, dq: TensorSpec, uq_qr: TensorSpec, dkv: TensorSpec
+) -> None:
+    floats = check.place.value(_V3, "dtypes")
+    quantized = {0: (), 1: ("weight_uq_qr",)}.get(
+        mode, ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
+    )
+    eight_bit = {3: ("float8_e4m3fn",), 4: ("float8_e4m3fn",), 5: ("uint8", "bits8")}
+    named = {"token_x": token_x, "weight_dq": dq, "weight_uq_qr": uq_qr, "weight_dkv_kr": dkv}
+    for name, spec in named.items():
+        allowed = eight_bit.get(mode, ("int8",)) if name in quantized else floats
+        check.dtype(f"{name} in weight_quant_mode {mode}", spec, allowed)
+
+
+def _caches(
+    check: Check,
+    cache_mode: str,
+    kv_cache: TensorSpec,
+    kr_cache: TensorSpec,
+    kv_width: int,
+    rope: int,
+) -> None:
+    place = check.place
+    check.one_of("cache_mode", cache_mode, place.value(_V3, "cache_modes"))
+    paged = cache_mode.startswith("PA_")
+    rank = 3 if cache_mode == "TND" else 4
+    check.rank("kv_cache", kv_cache, rank)
+    check.rank("kr_cache", kr_cache, rank)
+    check.that(
+        kv_cache.shape[-1] == kv_width,
+        f"kv_cache's last dimension should be {kv_width}, but is {kv_cache.shape[-1]}",
+    )
+    check.that(
+        kr_cache.shape[-1] in (rope, 0),
+        f"kr_cache's last dimension should be {rope}, but is {kr_cache.shape[-1]}",
+    )
+    check.that(kv_cache.shape[-2] == 1, f"kv_cache has {kv_cache.shape[-2]} KV heads, must be 1")
+    if paged:
+        size = kv_cache.shape[1]
+        low, high = place.value(_V3, "block_size_min"), place.value(_V3, "block_size_max")
+        step = place.value(_V3, "block_size_multiple")
+        check.that(
+            low <= size <= high and size % step == 0,
+            f"block size {size} must be {low}..{high} in steps of {step}",
+        )
+
+
+def npu_mla_prolog_v3(
+    token_x: TensorSpec,
+    weight_dq: TensorSpec,
+    weight_uq_qr: TensorSpec,
+    weight_uk: TensorSpec,
+    weight_dkv_kr: TensorSpec,
+    rmsnorm_gamma_cq: TensorSpec,
+    rmsnorm_gamma_ckv: TensorSpec,
+    rope_sin: TensorSpec,
+    rope_cos: TensorSpec,
+    kv_cache: TensorSpec,
+    kr_cache: TensorSpec,
+    *,
+    cache_index: TensorSpec | None = None,
+    cache_mode: str = "PA_BSND",
+    weight_quant_mode: int = 0,
+    kv_cache_quant_mode: int = 0,
+    query_quant_mode: int = 0,
+    scales: dict[str, TensorSpec | None] | None = None,
+    soc: str = "A3",
+    cann: str | None = None,
+    line: str | None = None,
+    op: str = _V3,
+) -> None:
+    """Check a call of ``npu_mla_prolog_v3`` without memory; the token count has no limit.
+
+    Args:
+        token_x: (tokens, hidden) or (batch, length, hidden).
+        weight_dq: (hidden, q_lora_rank), FRACTAL_NZ.
+        weight_uq_qr: (q_lora_rank, heads * (nope + rope)), FRACTAL_NZ.
+        weight_uk: (heads, nope, kv_lora_rank), ND.
+        weight_dkv_kr: (hidden, kv_lora_rank + rope), FRACTAL_NZ.
+        rmsnorm_gamma_cq: (q_lora_rank,).
+        rmsnorm_gamma_ckv: (kv_lora_rank,).
+        rope_sin: (tokens, rope), or (batch, length, rope).
+        rope_cos: As ``rope_sin``.
+        kv_cache: (blocks, block size, 1, kv_lora_rank) for paged modes.
+        kr_cache: (blocks, block size, 1, rope) for paged modes.
+        cache_index: int64, one slot a token, for ``PA_BSND`` and ``PA_NZ``.
+        cache_mode: One of the op's cache modes.
+        weight_quant_mode: 0 to 5.
+        kv_cache_quant_mode: 0 to 3.
+        query_quant_mode: 0 or 1.
+        scales: The scale arguments by name.
+        soc: Chip or family.
+        cann: CANN version; the newest known by default.
+        line: TorchNPU line; the one paired with ``cann`` by default.
+        op: Name for the messages.
+
+    Raises:
+        OpRejectedError: The op would refuse the call.
+    """
+    place = Place.of(soc, cann, line)
+    check = Check(op, place)
+    place.check_line(op)
+    place.check_chip(_V3)
+    check.one_of("weight_quant_mode", weight_quant_mode, place.value(_V3, "weight_quant_modes"))
+    modes = (weight_quant_mode, kv_cache_quant_mode, query_quant_mode)
+    legal = [tuple(row) for row in place.value(_V3, "mode_triples")]
+    check.one_of("(weight, kv_cache, query) quant modes", modes, legal)
+    q_lora, kv_lora, rope = _weights(
+        check, token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
+    )
+    _dtypes(check, weight_quant_mode, token_x, weight_dq, weight_uq_qr, weight_dkv_kr)
+    leading = token_x.shape[:-1]
+    check.shape("rope_sin", rope_sin, *leading, rope)
+    check.shape("rope_cos", rope_cos, *leading, rope)
+    check.shape("rmsnorm_gamma_cq", rmsnorm_gamma_cq, q_lora)
+    check.shape("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, kv_lora)
+    floats = place.value(_V3, "dtypes")
+    for name, spec in (("rope_sin", rope_sin), ("rope_cos", rope_cos)):
+        check.dtype(name, spec, floats)
+    check.dtype("rmsnorm_gamma_cq", rmsnorm_gamma_cq, floats)
+    check.dtype("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, floats)
+    width = place.value(_V3, "packed_kv_width") if kv_cache_quant_mode == 3 else kv_lora
+    _caches(check, cache_mode, kv_cache, kr_cache, width, rope)
+    if kv_cache_quant_mode == 0:
+        check.dtype("kv_cache", kv_cache, floats)
+        check.dtype("kr_cache", kr_cache, floats)
+    if cache_mode in ("PA_BSND", "PA_NZ"):
+        check.that(cache_index is not None, f"cache_index is needed in cache_mode {cache_mode}")
+    if cache_index is not None:
+        check.dtype("cache_index", cache_index, ("int64",))
+        if cache_mode in ("PA_BSND", "PA_NZ"):
+            check.shape("cache_index", cache_index, *leading)
+    given = scales or {}
+    needed = {1: ("w_uq_qr",)}.get(weight_quant_mode, ("x", "w_dq", "w_uq_qr", "w_dkv_kr"))
+    for short in needed if weight_quant_mode else ():
+        name = f"dequant_scale_{short}"
+        present = given.get(name) is not None
+        check.that(present, f"{name} is needed in weight_quant_mode {weight_quant_mode}")
+    check.contiguous(
+        token_x=token_x,
+        weight_dq=weight_dq,
+        weight_uq_qr=weight_uq_qr,
+        weight_uk=weight_uk,
+        weight_dkv_kr=weight_dkv_kr,
+        rmsnorm_gamma_cq=rmsnorm_gamma_cq,
+        rmsnorm_gamma_ckv=rmsnorm_gamma_ckv,
+        rope_sin=rope_sin,
+        rope_cos=rope_cos,
+        kv_cache=kv_cache,
+        kr_cache=kr_cache,
+        cache_index=cache_index,
+        **given,
+    )
+
+
+def _older(
+    op: str,
+    tensors: tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec],
+    cache_index: TensorSpec,
+    place: Place,
+) -> None:
+    check = Check(op, place)
+    place.check_line(op)
+    check.that(
+        place.family in ("A2", "A3"), f"not supported on {place.family}, use npu_mla_prolog_v3"
+    )
+    _weights(check, *tensors)
+    check.dtype("cache_index", cache_index, ("int64",))
+    check.shape("cache_index", cache_index, *tensors[0].shape[:-1])
+
+
+def npu_mla_prolog(
+    token_x: TensorSpec,
+    weight_dq: TensorSpec,
+    weight_uq_qr: TensorSpec,
+    weight_uk: TensorSpec,
+    weight_dkv_kr: TensorSpec,
+    cache_index: TensorSpec,
+    *,
+    soc: str = "A3",
+    cann: str | None = None,
+    line: str | None = None,
+    op: str = "npu_mla_prolog",
+) -> None:
+    """Check a call of the first version of the op, by the figures of the third.
+
+    Args:
+        token_x: (tokens, hidden) or (batch, length, hidden).
+        weight_dq: (hidden, q_lora_rank), FRACTAL_NZ.
+        weight_uq_qr: (q_lora_rank, heads * (nope + rope)), FRACTAL_NZ.
+        weight_uk: (heads, nope, kv_lora_rank), ND.
+        weight_dkv_kr: (hidden, kv_lora_rank + rope), FRACTAL_NZ.
+        cache_index: int64, one slot a token.
+        soc: Chip or family.
+        cann: CANN version; the newest known by default.
+        line: TorchNPU line; the one paired with ``cann`` by default.
+        op: Name for the messages.
+
+    Raises:
+        OpRejectedError: The op would refuse the call.
+    """
+    tensors = (token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr)
+    _older(op, tensors, cache_index, Place.of(soc, cann, line))
+
+
+def npu_mla_prolog_v2(
+    token_x: TensorSpec,
+    weight_dq: TensorSpec,
+    weight_uq_qr: TensorSpec,
+    weight_uk: TensorSpec,
+    weight_dkv_kr: TensorSpec,
+    cache_index: TensorSpec,
+    *,
+    soc: str = "A3",
+    cann: str | None = None,
+    line: str | None = None,
+) -> None:
+    """Check a call of the second version; see :func:`npu_mla_prolog`.
+
+    Raises:
+        OpRejectedError: The op would refuse the call.
+    """
+    tensors = (token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr)
+    _older("npu_mla_prolog_v2", tensors, cache_index, Place.of(soc, cann, line))

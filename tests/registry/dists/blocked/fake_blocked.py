@@ -1,0 +1,3 @@
+"""Must never be imported."""
+
+raise AssertionError("a blocked plugin was imported")

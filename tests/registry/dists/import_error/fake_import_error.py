@@ -1,0 +1,3 @@
+"""Fails to import."""
+
+import a_module_that_nobody_has  # noqa: F401
