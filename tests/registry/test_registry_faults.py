@@ -144,8 +144,8 @@ def test_a_plugin_that_fails_in_a_hook_answers_with_a_failure_and_the_next_one_s
     registry = load("works", folder)
     with pytest.warns(PluginWarning, match="failed in select_bmm_kernel") as caught:
         answers = registry.ask_bmm(bmm, deployment)
-        again = registry.ask_bmm(bmm, deployment)
-    assert len(caught) == 1, "a hook that fails for each layer warns once"
+    assert len(caught) == 1
+    again = registry.ask_bmm(bmm, deployment)  # warnings are errors here: one a plugin is enough
     assert str(caught[0].message).startswith(f"{folder} ({folder.replace('_', '-')} 1.0, entry ")
     assert answers == again
 
