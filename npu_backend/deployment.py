@@ -88,7 +88,7 @@ class Role(str, Enum):
                     if word is None
                     else "the roles are " + ", ".join(r.value for r in cls)
                 ),
-                remedy="plan after the host has published its role, and give null, prefill or decode",
+                remedy="plan once the host has published its role: null, prefill or decode",
                 code="role.unknown",
             ) from err
 
@@ -308,10 +308,10 @@ class Deployment:
 
     role: Role = field(converter=_role, default=Role.NULL)
     catalog: Catalog = field(factory=load_catalog, repr=False)
-    soc: Soc = field(converter=_soc, default="A3")
+    soc: Soc = field(converter=_soc, default=Soc("A3"))
     cann: str | None = field(default=None, validator=optional(instance_of(str)))
     torch_npu: str | None = field(default=None, validator=optional(instance_of(str)))
-    kernels: KernelLibrary = field(converter=_kernels, default="sgl-kernel-npu")
+    kernels: KernelLibrary = field(converter=_kernels, default=KernelLibrary())
     tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
     attn_tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
     context_parallel_size: int = field(default=1, validator=[instance_of(int), ge(1)])

@@ -118,7 +118,7 @@ class Catalog:
 def _newest(
     rows: Mapping[str, Any], order: Callable[[str], Any], version: str, source: str
 ) -> Figure | None:
-    """Return the row of the newest version not newer than ``version``, whatever the file's order."""
+    """Return the row of the newest version up to ``version``, whatever the file's order."""
     limit = order(version)
     known = [since for since in rows if order(since) <= limit]
     return Figure(rows[max(known, key=order)], source) if known else None
@@ -163,7 +163,7 @@ def _check_override(over: Any, where: str, limits: Mapping[str, Any]) -> None:
             "the catalog override cannot be used",
             whom=where,
             why=problems,
-            remedy="correct the file; its form is that of the bundled catalog, with a source a figure",
+            remedy="correct the file; its form is the bundled catalog's, with a source a figure",
         )
 
 

@@ -7,7 +7,6 @@ Quantization is the subject of :mod:`npu_backend.model.quantization`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 from attrs import frozen
@@ -224,7 +223,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     eps = text.get("rms_norm_eps")
     if eps is not None:
         good = isinstance(eps, (int, float)) and not isinstance(eps, bool)
-        if not good or not isfinite(eps) or not 0 < eps < 1:
+        if not good or not 0 < eps < 1:
             fields.problems.append(f"rms_norm_eps is {eps!r:.80}, not a number between 0 and 1")
         dims["rms_norm_eps"] = eps
     if "q_lora_rank" not in text:

@@ -12,14 +12,8 @@ from npu_backend.catalog import Catalog, load_catalog
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import HOSTS
 from npu_backend.errors import ModelError
-from npu_backend.model.checkpoint import open_checkpoint
 from npu_backend.model.config import AttentionSite, ModelConfig, parse_config
 from npu_backend.model.locate import Source, locate
-from npu_backend.model.quantization import (
-    DESCRIPTION_METHODS,
-    find_description,
-    parse_quantization_config,
-)
 from npu_backend.model.records import (
     DTYPES,
     QUANT_KINDS,
@@ -88,35 +82,41 @@ def _check_arguments(quant: str, dtype: str, block_size: int, host: str | None) 
 
 def _resolver(source: Source, config: ModelConfig, quant: str) -> tuple[Resolver, list[str]]:
     """Return the resolver with all that the files say, and the names of those files."""
-    declared = None
+    declared = description = checkpoint = None
+    # Imported where there are files: a cold plan of a bundled model should not pay for them.
     if config.quantization is not None:
+        from npu_backend.model.quantization import parse_quantization_config
+
         declared = parse_quantization_config(config.quantization, source.where)
-    description = None if source.directory is None else find_description(source.directory)
-    checkpoint = None if source.directory is None else open_checkpoint(source.directory)
+    if source.directory is not None:
+        from npu_backend.model.checkpoint import open_checkpoint
+        from npu_backend.model.quantization import find_description
+
+        description = find_description(source.directory)
+        checkpoint = open_checkpoint(source.directory)
     files = [source.words]
     if description is not None:
         files.append(description.path.name)
     if checkpoint is not None:
         files.append("safetensors headers")
-    elsewhere = config.quantization is not None and declared is None
-    if elsewhere and description is None and checkpoint is None and quant == "none":
+    said = config.quantization
+    silent = declared is None and description is None and checkpoint is None
+    if said is not None and silent and quant == "none":
         raise ModelError(
             "the config says that a description holds the quantization, and there is none",
             whom=source.where,
-            why="quant_method is one of " + ", ".join(sorted(DESCRIPTION_METHODS)),
+            why=f"its quant_method is {said['quant_method']}",
             remedy="give the directory with quant_model_description.json, or say --quant",
         )
     resolver = Resolver.build(config, description, declared, checkpoint, quant)
     if resolver.has_no_files:
-        said = (
-            "all projections float"
-            if quant == "none"
-            else (
+        note = "all projections float"
+        if quant != "none":
+            note = (
                 f"{quant} for all projections and the indexer's wq_b of the main layers; "
                 "kv_b_proj and MTP layers float"
             )
-        )
-        resolver.assumed[f"no quantization description: {said}"] = None
+        resolver.assumed[f"no quantization description: {note}"] = None
     if checkpoint is None:
         resolver.assumed["no safetensors headers: dtypes and bytes follow from the sizes"] = None
     return resolver, files

@@ -7,16 +7,19 @@ contradict each other are an error that names both, never a silent choice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
 from npu_backend.errors import ModelError
-from npu_backend.model.checkpoint import Checkpoint, Module, measure
 from npu_backend.model.config import AttentionSite, ModelConfig
-from npu_backend.model.names import Said
-from npu_backend.model.quantization import Declared, Description
-from npu_backend.model.records import Measured
+
+if TYPE_CHECKING:
+    # A bundled model has no files, and a cold plan of one should not pay for reading them.
+    from npu_backend.model.checkpoint import Checkpoint, Module
+    from npu_backend.model.names import Said
+    from npu_backend.model.quantization import Declared, Description
+    from npu_backend.model.records import Measured
 
 __all__ = ["SHARDS", "Projection", "Resolver"]
 
@@ -176,6 +179,8 @@ class Resolver:
         modules = list({f.module.weight.name: f.module for f in found if f.module}.values())
         if not modules:
             return Projection(kind or asked)
+        from npu_backend.model.checkpoint import measure
+
         weight, scale = measure(modules)
         dtypes = {module.weight.dtype for module in modules}
         if len(dtypes) > 1:
@@ -262,7 +267,7 @@ class Resolver:
         """Note, or refuse, that the files say nothing of a projection."""
         if self.description is None:
             return
-        path: Path = self.description.path
+        path = self.description.path
         if site.is_nextn and not any(
             found in self.description
             for p in self.projections(site)

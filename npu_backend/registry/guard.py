@@ -1,8 +1,9 @@
 """Guards around hook implementations: whatever a plugin does, one :class:`Answer` comes of it.
 
 A guard has the whole signature of its hook, so that pluggy passes every argument, and hands on
-those that the implementation takes. It is called for each layer of each plan: what a plugin returns
-again, the very same tuple or record, is not looked at again, and gives the very same Answer.
+those that the implementation takes. It is called for each layer of each plan: equal records give
+the very same Answer, and what a plugin returns again, the very same tuple or record, is not looked
+at again.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class Guard:
         self._call = _passing(implementation)
         self._allowed = HOOK_RECORDS[self.hook]
         self._prefixes = tuple({f"{w}." for w in (info.name, info.name.lower(), info.dist)})
-        # The value is kept beside the answer: an id counts only while its object lives.
+        # The value is kept beside the answer: while it lives no other object has its id.
         self._memo: dict[int, tuple[object, Answer]] = {}
+        # By value: equal answers are one object, which makes memoising a plan by them cheap.
+        self._answers: dict[tuple[Record, ...], Answer] = {}
 
     def function(self, *, wrapper: bool) -> Callable[..., Any]:
         """Return what pluggy registers in place of the implementation."""
@@ -93,7 +96,7 @@ class Guard:
             if value is None:
                 return None
             known = memo.get(id(value))
-            if known is not None and known[0] is value:
+            if known is not None:
                 return known[1]
             return self._judged(value)
 
@@ -108,11 +111,14 @@ class Guard:
             return self._failed(f"returned a {_kind(value)} that raised {describe(err)}", err)
         if not records:
             return None
-        answer = Answer(self.info, records)
+        if len(self._memo) >= MEMO_LIMIT or len(self._answers) >= MEMO_LIMIT:
+            self._memo.clear()
+            self._answers.clear()
+        answer = self._answers.get(records)
+        if answer is None:
+            answer = self._answers[records] = Answer(self.info, records)
         # A list may hold something else the next time.
         if type(value) is tuple or type(value) in self._allowed:
-            if len(self._memo) >= MEMO_LIMIT:
-                self._memo.clear()
             self._memo[id(value)] = (value, answer)
         return answer
 

@@ -1,4 +1,4 @@
-"""Compare a layer with the catalog's figures; the message is built from the figure that was used."""
+"""Compare a layer with the catalog's figures; the message is built from the figure used."""
 
 from __future__ import annotations
 

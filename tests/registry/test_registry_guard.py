@@ -112,6 +112,14 @@ def test_the_same_records_give_the_very_same_answer_and_are_checked_once(monkeyp
     assert first is second
 
 
+def test_equal_records_built_anew_give_the_very_same_answer():
+    registry = Registry()
+    register(registry, lambda: [Offer(strategy="x", impl="vendor:X")], "select_bmm_kernel")
+    (first,) = ask(registry, "select_bmm_kernel")
+    (second,) = ask(registry, "select_bmm_kernel")
+    assert first is second
+
+
 def test_records_built_anew_for_each_layer_do_not_pile_up(monkeypatch):
     monkeypatch.setattr("npu_backend.registry.guard.MEMO_LIMIT", 8)
     numbers = iter(range(100))
@@ -153,6 +161,11 @@ def uninitialised():
             Impostor(strategy="x", impl="vendor:X"),
             "returned a Impostor; ",
         ),
+        (
+            "select_bmm_kernel",
+            [Impostor(strategy="x", impl="vendor:X")],
+            "returned a Impostor among its records; ",
+        ),
         ("select_bmm_kernel", uninitialised(), "returned a Offer that raised AttributeError"),
         (
             "select_bmm_kernel",
@@ -176,6 +189,17 @@ def test_a_coroutine_is_a_failure_and_leaves_no_warning():
 
     (answer,) = answers_to(coroutine())
     assert answer.failure.message.startswith("returned a coroutine; ")
+
+
+class RaisingClass:
+    @property
+    def __class__(self):
+        raise RuntimeError("who knows")
+
+
+def test_a_value_that_raises_when_its_class_is_asked_for_is_a_failure():
+    (answer,) = answers_to(RaisingClass())
+    assert answer.failure.message == "returned a RaisingClass that raised RuntimeError: who knows"
 
 
 @pytest.mark.parametrize("code", ["vendor.too_hot", "vendor-kit.too_hot", *REASON_CODES])
@@ -268,15 +292,10 @@ class RaisingSequence(list):
         raise RuntimeError("not today")
 
 
-class RaisingClass:
-    @property
-    def __class__(self):
-        raise RuntimeError("who knows")
-
-
 RECORDS = st.sampled_from([OFFER, DECLINE, FORBID, Release("w", "y"), Keep("w", "y")])
-ODD = st.sampled_from(
-    [object(), Offer, uninitialised(), RaisingSequence([OFFER]), RaisingClass(), ..., range(3)]
+# Built anew each time, for some of these cannot even be shown.
+ODD = st.sampled_from([object, lambda: Offer, uninitialised, lambda: RaisingSequence([OFFER])]).map(
+    lambda make: make()
 )
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), RECORDS, ODD

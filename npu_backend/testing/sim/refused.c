@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * Everything torch_npu 2.5.1 ... 2.14.0 links against that is not simulated. Each call returns the
- * runtime's "feature not supported" (or NULL where a handle is asked for) and leaves its name for
+ * runtime's "API not supported" (or NULL where a handle is asked for) and leaves its name for
  * aclGetRecentErrMsg, so that what is missing fails loudly and by name.
  */
 #include "standin.h"

@@ -21,7 +21,9 @@ enum {
     OK = 0,
     E_PARAM = 107000,
     E_DEVICE = 107001,
-    E_UNSUPPORTED = 207000,
+    /* "API not supported". The runtime's "feature not supported" (207000) would be the nearer name,
+     * but torch_npu only warns about that one and goes on. */
+    E_UNSUPPORTED = 200001,
     E_NO_MEMORY = 207001,
 };
 

@@ -1,0 +1,39 @@
+"""Everything that imports torch: bind a plan to tensors, prepare, step, release.
+
+Importing this module imports torch; see :mod:`npu_backend.runtime._autoload`.
+"""
+
+from npu_backend.runtime._autoload import ensure_torch
+
+ensure_torch()
+
+from npu_backend.runtime.amend import AliasWarning  # noqa: E402
+from npu_backend.runtime.bind import bind  # noqa: E402
+from npu_backend.runtime.bound import BoundLayer  # noqa: E402
+from npu_backend.runtime.cache import LayerCache, rope_tables  # noqa: E402
+from npu_backend.runtime.ledger import Ledger, LedgerRow  # noqa: E402
+from npu_backend.runtime.ops import FORMAT_ND, FORMAT_NZ, Ops  # noqa: E402
+from npu_backend.runtime.ranks import FAILED, compare_fingerprints  # noqa: E402
+from npu_backend.runtime.result import PreprocessResult  # noqa: E402
+from npu_backend.runtime.tombstone import Tombstone, is_tombstone  # noqa: E402
+from npu_backend.runtime.weights import Prepared, Weights  # noqa: E402
+
+__all__ = [
+    "FAILED",
+    "FORMAT_ND",
+    "FORMAT_NZ",
+    "AliasWarning",
+    "BoundLayer",
+    "LayerCache",
+    "Ledger",
+    "LedgerRow",
+    "Ops",
+    "Prepared",
+    "PreprocessResult",
+    "Tombstone",
+    "Weights",
+    "bind",
+    "compare_fingerprints",
+    "is_tombstone",
+    "rope_tables",
+]

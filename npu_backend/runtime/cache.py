@@ -1,0 +1,148 @@
+"""The paged latent cache of one layer, and its RoPE tables.
+
+RoPE layouts. A head's RoPE part leaves the projection *interleaved*: component ``2i`` and
+``2i + 1`` are one pair, rotated by the angle ``position * theta ** (-2i / rope)``.
+
+* ``interleaved``: the cache holds them as they came, ``(e0, o0, e1, o1, ...)``.
+* ``half``: the cache holds all even components, then all odd ones, ``(e0, e1, ..., o0, o1, ...)``;
+  every fused path and ``npu_interleave_rope`` write this one.
+* ``none``: the layer does not rotate; the part, if there is one, is stored as it came.
+
+A score is a sum over components, so queries must be in the layout of the keys: ``q_pe`` always is
+in the layout of the layer's cache. Two layouts in one cache give wrong tokens without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from attrs import field, frozen
+
+from npu_backend.errors import PrepareError
+from npu_backend.model.records import KvLayout, MlaLayer
+
+__all__ = ["LayerCache", "rope_tables"]
+
+NZ_FRACTAL_BYTES = 32
+"""Width in bytes of one column block of FRACTAL_NZ: 16 values of 2 bytes."""
+
+
+def rope_tables(
+    rope: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin, each ``(max_positions, rope)``: column ``i`` and ``i + rope / 2`` hold
+    the angle of pair ``i``. Plain RoPE; a host with scaled RoPE brings its own tables."""
+    exponent = torch.arange(0, rope, 2, dtype=torch.float64) / rope
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), theta**-exponent)
+    both = torch.cat((angles, angles), -1)
+    return both.cos().to(device, dtype), both.sin().to(device, dtype)
+
+
+@frozen(eq=False, kw_only=True)
+class LayerCache:
+    """The cache of one layer, written by its preprocess path and read by attention.
+
+    Args:
+        layout: The layer's KV layout.
+        k_nope: ``(blocks, block_size, 1, kv_lora_rank)``, the normed latent. In cache mode
+            ``PA_NZ`` its bytes are laid out as ``(blocks, kv_lora_rank / 16, block_size, 16)``.
+        k_rope: ``(blocks, block_size, 1, qk_rope_head_dim)``, likewise.
+        cos: ``(max_positions, qk_rope_head_dim)`` as :func:`rope_tables`; None without RoPE.
+        sin: Likewise.
+    """
+
+    layout: KvLayout
+    k_nope: torch.Tensor = field(repr=False)
+    k_rope: torch.Tensor = field(repr=False)
+    cos: torch.Tensor | None = field(default=None, repr=False)
+    sin: torch.Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def allocate(
+        cls,
+        layer: MlaLayer,
+        num_blocks: int,
+        *,
+        device: torch.device | str = "cpu",
+        max_positions: int = 4096,
+        rope_theta: float = 10000.0,
+        cos: torch.Tensor | None = None,
+        sin: torch.Tensor | None = None,
+    ) -> LayerCache:
+        """Return an empty cache in the layer's layout.
+
+        Args:
+            layer: The layer.
+            num_blocks: Number of blocks; slots are ``num_blocks * block_size``.
+            device: Where it lives.
+            max_positions: Rows of the RoPE tables made here.
+            rope_theta: Base of the RoPE tables made here.
+            cos: A host's own table instead, ``(max_positions, rope)``.
+            sin: Likewise.
+
+        Raises:
+            PrepareError: The layout's dtype is quantized, which is not executed yet.
+        """
+        layout = layer.kv_layout
+        dtype = getattr(torch, layout.dtype, None)
+        if dtype is None or not dtype.is_floating_point:
+            raise PrepareError(
+                f"a cache of {layout.dtype} is not executed yet",
+                whom=str(layer),
+                why=f"its KV layout is {layout}",
+                remedy="plan with a 16- or 32-bit KV layout",
+                code="kv.layout",
+            )
+        shape = (num_blocks, layout.block_size, 1)
+        if layer.has_rope and (cos is None or sin is None):
+            cos, sin = rope_tables(
+                layer.qk_rope_head_dim, max_positions, theta=rope_theta,
+                dtype=getattr(torch, layer.dtype), device=device,
+            )
+        return cls(
+            layout=layout,
+            k_nope=torch.zeros((*shape, layer.kv_lora_rank), dtype=dtype, device=device),
+            k_rope=torch.zeros((*shape, layer.qk_rope_head_dim), dtype=dtype, device=device),
+            cos=cos if layer.has_rope else None,
+            sin=sin if layer.has_rope else None,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the cache; a slot is ``block * block_size + offset``."""
+        return self.k_nope.shape[0] * self.k_nope.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the cache's tensors by name, the tables included."""
+        named = {"k_nope": self.k_nope, "k_rope": self.k_rope, "cos": self.cos, "sin": self.sin}
+        return {f"cache.{name}": t for name, t in named.items() if t is not None}
+
+    def problems(self, layer: MlaLayer) -> list[str]:
+        """Return how this cache differs from what the layer's plan says."""
+        found = []
+        if self.layout != layer.kv_layout:
+            found.append(f"the cache is {self.layout}, the plan says {layer.kv_layout}")
+        for name, tensor, width in (
+            ("k_nope", self.k_nope, layer.kv_lora_rank),
+            ("k_rope", self.k_rope, layer.qk_rope_head_dim),
+        ):
+            want = (self.layout.block_size, 1, width)
+            if tensor.dim() != 4 or tuple(tensor.shape[1:]) != want:
+                found.append(f"{name} is {tuple(tensor.shape)}, not (blocks, {want[0]}, 1, {width})")
+            if str(tensor.dtype) != f"torch.{self.layout.dtype}":
+                found.append(f"{name} is {tensor.dtype}, the layout says {self.layout.dtype}")
+            if not tensor.is_contiguous():
+                found.append(f"{name} is not contiguous (strides {tensor.stride()})")
+        if layer.has_rope:
+            for name, table in (("cos", self.cos), ("sin", self.sin)):
+                if table is None:
+                    found.append(f"the layer rotates, and the cache has no {name} table")
+                elif table.dim() != 2 or table.shape[1] != layer.qk_rope_head_dim:
+                    found.append(
+                        f"{name} is {tuple(table.shape)}, not (positions, {layer.qk_rope_head_dim})"
+                    )
+        return found

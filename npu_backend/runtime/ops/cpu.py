@@ -1,0 +1,193 @@
+"""The facade on CPU tensors: the references, as ops that torch.compile does not look into.
+
+A reference checks slots by value, which no graph can trace; behind an op of the library
+``npu_backend_reference`` it is as opaque as the device's op is, with the same marks on what it
+writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from npu_backend.catalog import load_catalog
+from npu_backend.errors import SchemaMismatchError
+from npu_backend.runtime import reference
+
+__all__ = ["CpuOps"]
+
+_NAMESPACE = "npu_backend_reference"
+_CATALOG = load_catalog()
+_LINE = _CATALOG.versions.newest_line
+
+
+def _schema(name: str, *, returns: str | None = None, library: str | None = None) -> str:
+    """Return the newest line's schema, with other results where an op returns what it was given:
+    functionalization takes no op that returns its inputs."""
+    table = _CATALOG.schemas["libraries"][library] if library else _CATALOG.schemas["lines"][_LINE]
+    text = str(table["ops"][f"npu::{name}"][0])
+    return text if returns is None else f"{text.rpartition(' -> ')[0]} -> {returns}"
+
+
+def _kv_rmsnorm_rope_cache(
+    kv: torch.Tensor,
+    gamma: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    index: torch.Tensor,
+    k_cache: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    epsilon: float,
+    cache_mode: str,
+) -> None:
+    reference.npu_kv_rmsnorm_rope_cache(
+        kv, gamma, cos, sin, index, k_cache, ckv_cache, epsilon=epsilon, cache_mode=cache_mode
+    )
+
+
+def _mla_preprocess(*args: Any, **kwargs: Any) -> None:
+    reference.mla_preprocess(*args, **kwargs)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Fake kernel of an op that only writes into what it was given."""
+
+
+def _transpose_fake(
+    input: torch.Tensor, weight: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    swapped = tuple(kwargs.get("perm_x1") or (0, 1, 2)) == (1, 0, 2)
+    turned = tuple(kwargs.get("perm_x2") or (0, 1, 2)) == (0, 2, 1)
+    tokens, heads = (0, 1) if swapped else (1, 0)
+    width = weight.shape[1] if turned else weight.shape[2]
+    return input.new_empty((input.shape[tokens], input.shape[heads], width))
+
+
+def _rms_norm_fake(
+    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kept = (*input.shape[: input.dim() - gamma.dim()], *(1 for _ in gamma.shape))
+    return torch.empty_like(input, memory_format=torch.contiguous_format), input.new_empty(
+        kept, dtype=torch.float32
+    )
+
+
+def _rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _dynamic_quant_fake(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(input, dtype=torch.int8),
+        input.new_empty(input.shape[:-1], dtype=torch.float32),
+    )
+
+
+def _prolog_fake(
+    token_x: torch.Tensor,
+    weight_dq: torch.Tensor,
+    weight_uq_qr: torch.Tensor,
+    weight_uk: torch.Tensor,
+    weight_dkv_kr: torch.Tensor,
+    *_: Any,
+    query_norm_flag: bool = False,
+    weight_quant_mode: int = 0,
+    **__: Any,
+) -> tuple[torch.Tensor, ...]:
+    tokens, (heads, _nope, latent) = token_x.shape[:-1], weight_uk.shape
+    rope, rank = weight_dkv_kr.shape[1] - latent, weight_dq.shape[1]
+    norm_dtype = weight_uk.dtype if weight_quant_mode == 0 else torch.int8
+    rows = token_x.numel() // token_x.shape[-1]
+    scaled = query_norm_flag and weight_quant_mode > 0
+    return (
+        weight_uk.new_empty((*tokens, heads, latent)),
+        weight_uk.new_empty((*tokens, heads, rope)),
+        weight_uk.new_empty((0,), dtype=torch.float32),
+        weight_uk.new_empty((*tokens, rank) if query_norm_flag else (0,), dtype=norm_dtype),
+        weight_uk.new_empty((rows, 1) if scaled else (0,), dtype=torch.float32),
+    )
+
+
+_KV_SCHEMA = (
+    "npu_kv_rmsnorm_rope_cache(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
+    "Tensor(a!) k_cache, Tensor(b!) ckv_cache, float epsilon, str cache_mode) -> ()"
+)
+
+_DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (_schema("npu_transpose_batchmatmul"), reference.npu_transpose_batchmatmul, _transpose_fake),
+    (
+        _schema("batch_matmul_transpose", library="sgl-kernel-npu"),
+        reference.batch_matmul_transpose,
+        _nothing,
+    ),
+    (_schema("npu_mla_prolog_v3"), reference.npu_mla_prolog_v3, _prolog_fake),
+    (
+        _schema("mla_preprocess", returns="()", library="sgl-kernel-npu"),
+        _mla_preprocess,
+        _nothing,
+    ),
+    (_KV_SCHEMA, _kv_rmsnorm_rope_cache, _nothing),
+    (_schema("npu_interleave_rope"), reference.npu_interleave_rope, _rope_fake),
+    (_schema("npu_rms_norm"), reference.npu_rms_norm, _rms_norm_fake),
+    (_schema("npu_dynamic_quant"), reference.npu_dynamic_quant, _dynamic_quant_fake),
+)
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    for schema, kernel, fake in _DEFINITIONS:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, kernel, "CPU")
+        library.impl(name, fake, "Meta")
+    return library
+
+
+# torch drops the kernels of a library whose object dies.
+_LIBRARY = _define()
+
+
+class CpuOps:
+    """The references, under the ops' own names."""
+
+    name = "cpu reference"
+
+    def __init__(self) -> None:
+        space = getattr(torch.ops, _NAMESPACE)
+        self.npu_transpose_batchmatmul = space.npu_transpose_batchmatmul.default
+        self.batch_matmul_transpose = space.batch_matmul_transpose.default
+        self.npu_mla_prolog_v3 = space.npu_mla_prolog_v3.default
+        self.mla_preprocess = space.mla_preprocess.default
+        self._kv_rmsnorm_rope_cache = space.npu_kv_rmsnorm_rope_cache.default
+        self.npu_interleave_rope = space.npu_interleave_rope.default
+        self.npu_rms_norm = space.npu_rms_norm.default
+        self.npu_dynamic_quant = space.npu_dynamic_quant.default
+        # It may return its input, which an op must not; and it is called while preparing only.
+        self.npu_format_cast = reference.npu_format_cast
+
+    def npu_kv_rmsnorm_rope_cache(
+        self, *args: torch.Tensor, epsilon: float, cache_mode: str
+    ) -> None:
+        """Write both caches."""
+        self._kv_rmsnorm_rope_cache(*args, epsilon, cache_mode)
+
+    def check(self, names: Iterable[str], whom: str) -> None:
+        """Check that there is a reference of each op that the catalog knows.
+
+        Raises:
+            SchemaMismatchError: There is none.
+        """
+        known = {f"npu::{schema.partition('(')[0]}" for schema, _, _ in _DEFINITIONS}
+        known |= {"npu::npu_kv_rmsnorm_rope_cache_v2", "npu::npu_format_cast"}
+        missing = [n for n in names if n.replace("_C_ascend::", "npu::") not in known]
+        if absent := [n for n in missing if not torch._C._jit_get_schemas_for_operator(n)]:
+            raise SchemaMismatchError(
+                f"{', '.join(absent)}: there is no reference of it on the CPU",
+                whom=whom,
+                why="on CPU tensors the references compute, or ops that a plugin registers itself",
+                remedy="bind tensors on a device, or register a CPU kernel of the op",
+                code="op.missing",
+            )
+

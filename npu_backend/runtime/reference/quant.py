@@ -1,0 +1,201 @@
+"""References of the quantizing ops: int8 only; the float8 and int4 forms are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from npu_backend.runtime.reference.numerics import (
+    as_scale,
+    int8_product,
+    row_quantized,
+    saturated,
+)
+
+__all__ = ["dtype_of_number", "npu_dynamic_quant", "npu_quant_matmul", "npu_quantize"]
+
+_NUMBERS = {
+    0: torch.uint8,
+    1: torch.int8,
+    3: torch.int32,
+    5: torch.float16,
+    6: torch.float32,
+    12: torch.int8,
+    13: torch.uint8,
+    14: torch.int32,
+    15: torch.bfloat16,
+}
+"""torch's ScalarType numbers, which the newer lines take; 12 to 14 are the quantized names."""
+_QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+
+def dtype_of_number(op: str, value: int | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return the dtype that an argument means: a ScalarType number, or a dtype (older lines)."""
+    if value is None:
+        return default
+    if isinstance(value, torch.dtype):
+        return _QUANTIZED.get(value, value)
+    if value not in _NUMBERS:
+        raise NotImplementedError(f"{op}: the reference knows no dtype number {value}")
+    return _NUMBERS[value]
+
+
+def npu_dynamic_quant(
+    input: torch.Tensor,
+    *,
+    smooth_scales: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    dst_type: int | torch.dtype | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row by its own largest magnitude; rounds half to even.
+
+    Args:
+        input: ``(..., K)``, float.
+        smooth_scales: ``(K,)``, multiplied in first.
+        group_index: Not modelled.
+        dst_type: int8 (the default); others are not modelled.
+        quant_mode: ``pertoken``; others are not modelled.
+        dst_type_max: 0; others are not modelled.
+
+    Returns:
+        int8 values ``(..., K)`` and fp32 scales ``(...)``: ``max(abs(row)) / 127``.
+
+    Raises:
+        NotImplementedError: As said at the arguments.
+    """
+    op = "npu_dynamic_quant"
+    if group_index is not None:
+        raise NotImplementedError(f"{op}: the reference knows no group_index")
+    if quant_mode != "pertoken":
+        raise NotImplementedError(f"{op}: the reference knows no quant_mode {quant_mode}")
+    if dst_type_max != 0.0:
+        raise NotImplementedError(f"{op}: the reference knows no dst_type_max")
+    if (target := dtype_of_number(op, dst_type, torch.int8)) != torch.int8:
+        raise NotImplementedError(f"{op}: the reference knows no dst_type {target}")
+    values = input.float()
+    if smooth_scales is not None:
+        values = values * smooth_scales.float()
+    quantized, scale = row_quantized(values)
+    return quantized, scale.squeeze(-1)
+
+
+def npu_quant_matmul(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    offset: torch.Tensor | None = None,
+    pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: int | torch.dtype | None = None,
+    x1_dtype: int | None = None,
+    x2_dtype: int | None = None,
+    pertoken_scale_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    group_sizes: Sequence[int] | None = None,
+    y_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply int8 matrices and dequantize: exact products, scales in fp32, one rounding.
+
+    Args:
+        x1: ``(..., M, K)`` int8.
+        x2: ``(..., K, N)`` int8.
+        scale: ``(1,)`` or ``(N,)``: fp32, bf16, or int64 with fp32 bits.
+        offset: ``(1,)`` or ``(N,)``, only for an int8 result.
+        pertoken_scale: ``(M,)`` fp32.
+        bias: ``(N,)``; int32 is added before the scales, float after them.
+        output_dtype: int8 where it is not given.
+        x1_dtype: Not modelled.
+        x2_dtype: Not modelled.
+        pertoken_scale_dtype: Not modelled.
+        scale_dtype: Not modelled.
+        group_sizes: Not modelled.
+        y_scale: Not modelled.
+
+    Returns:
+        ``(..., M, N)`` of ``output_dtype``.
+
+    Raises:
+        ValueError: Inputs are not int8 or do not multiply.
+        NotImplementedError: As said at the arguments.
+    """
+    op = "npu_quant_matmul"
+    absent = {
+        "x1_dtype": x1_dtype,
+        "x2_dtype": x2_dtype,
+        "pertoken_scale_dtype": pertoken_scale_dtype,
+        "scale_dtype": scale_dtype,
+        "group_sizes": group_sizes,
+        "y_scale": y_scale,
+    }
+    for name, value in absent.items():
+        if value is not None and value != []:
+            raise NotImplementedError(f"{op}: the reference knows no {name}")
+    if x1.dtype != torch.int8 or x2.dtype != torch.int8:
+        raise ValueError(f"{op}: the reference multiplies int8, not {x1.dtype} with {x2.dtype}")
+    if x1.shape[-1] != x2.shape[-2]:
+        raise ValueError(f"{op}: {tuple(x1.shape)} does not multiply with {tuple(x2.shape)}")
+    target = dtype_of_number(op, output_dtype, torch.int8)
+    result = int8_product(x1, x2)
+    whole = bias is not None and bias.dtype == torch.int32
+    if bias is not None and whole:
+        result = result + bias
+    result = result.float() * as_scale(scale)
+    if pertoken_scale is not None:
+        result = result * pertoken_scale.float().unsqueeze(-1)
+    if bias is not None and not whole:
+        result = result + bias.float()
+    if target.is_floating_point:
+        return result.to(target)
+    if offset is not None:
+        result = result + offset.float()
+    return saturated(result, target)
+
+
+def npu_quantize(
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int | torch.dtype,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    """Return ``round(input / scales + zero_points)``, saturated; fp32 inside.
+
+    Args:
+        input: Any rank, float.
+        scales: ``(1,)``, or one value for each index of ``axis``.
+        zero_points: As ``scales``, or None.
+        dtype: int8, uint8 or int32, as number or dtype (also the quantized names).
+        axis: Which dimension scales run along; without ``div_mode`` the second last or, for every
+            other value, the last.
+        div_mode: Divide by the scales; else multiply with them.
+
+    Raises:
+        ValueError: The scales do not fit the axis.
+        NotImplementedError: Another dtype.
+    """
+    op = "npu_quantize"
+    target = dtype_of_number(op, dtype, torch.int8)
+    if target.is_floating_point:
+        raise NotImplementedError(f"{op}: the reference knows no dtype {target}")
+    if not div_mode and axis not in (-2, input.dim() - 2):
+        axis = -1
+
+    def along(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() not in (1, input.shape[axis]):
+            raise ValueError(
+                f"{op}: {tensor.numel()} values for the {input.shape[axis]} indices of axis {axis}"
+            )
+        shape = [1] * input.dim()
+        shape[axis] = -1
+        return tensor.float().reshape(shape)
+
+    values = input.float()
+    values = values / along(scales) if div_mode else values * along(scales)
+    if zero_points is not None:
+        values = values + along(zero_points)
+    return saturated(values, target)

@@ -1,0 +1,187 @@
+"""Release a layer's dead weights, and bring back those that went restorably."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from npu_backend.errors import PrepareError
+from npu_backend.plan import LayerPlan, WeightPlan
+from npu_backend.runtime.amend import keep_aliased, living_holders
+from npu_backend.runtime.ledger import AllocatorReading, Ledger, LedgerRow, read_allocator
+from npu_backend.runtime.storages import StorageWatch
+from npu_backend.runtime.tombstone import Tombstone, bury, raise_up
+
+__all__ = ["HostCopy", "release_layer", "restore_weights"]
+
+
+@frozen(eq=False)
+class HostCopy:
+    """A weight's bytes in host memory, with what is needed to bring it back.
+
+    Args:
+        values: On the host, pinned where the weight was on a device.
+        stride: Strides of the weight.
+        parameter: Whether it was a module parameter.
+        requires_grad: As it was.
+    """
+
+    values: torch.Tensor
+    stride: tuple[int, ...]
+    parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> HostCopy:
+        """Copy a weight to the host."""
+        on_device = tensor.device.type != "cpu"
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+        with torch.no_grad():
+            values.copy_(tensor)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return cls(values, tensor.stride(), is_parameter, tensor.requires_grad)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the weight on a device again, in its former strides."""
+        back = torch.empty_strided(
+            self.values.shape, self.stride, dtype=self.values.dtype, device=device
+        )
+        with torch.no_grad():
+            back.copy_(self.values)
+        if self.parameter:
+            return torch.nn.Parameter(back, requires_grad=self.requires_grad)
+        return back.requires_grad_(self.requires_grad)
+
+
+def _refuse(plan: LayerPlan, prepared: bool, captured: bool) -> None:
+    if not prepared:
+        raise PrepareError(
+            "release() came before prepare()",
+            whom=str(plan.layer),
+            why="strategies still read the originals to make their copies",
+            remedy="call layer.prepare() first; nothing was freed",
+        )
+    if captured:
+        raise PrepareError(
+            "nothing is released after a graph capture",
+            whom=str(plan.layer),
+            why="a captured graph holds addresses, and a freed one may be given to another tensor",
+            remedy="release at load, before graphs are captured; nothing was freed",
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for streams that may still read what is about to go."""
+    if device.type == "npu":
+        npu: Any = torch.npu  # type: ignore[attr-defined]
+        npu.synchronize(device)
+
+
+def _stone(plan: LayerPlan, row: WeightPlan, tensor: torch.Tensor) -> Tombstone:
+    remedy = (
+        "call layer.restore() first"
+        if row.action == "restore"
+        else "plan with what reads it (phases, promises such as --export or --weight-update), "
+        "or request another path"
+    )
+    return Tombstone.like(
+        tensor, layer=plan.layer_id, weight=row.name, why=row.reasons, remedy=remedy
+    )
+
+
+def _held(tensor: torch.Tensor, watch: StorageWatch) -> str | None:
+    if not watch.dead:
+        # Frames of a failed attempt, and cycles, may hold what nobody uses.
+        gc.collect()
+    return None if watch.dead else "a tensor that came to share the storage while releasing"
+
+
+def _rows(
+    buried: list[tuple[WeightPlan, torch.Tensor, StorageWatch, str]],
+) -> tuple[LedgerRow, ...]:
+    rows = []
+    for row, tensor, watch, how in buried:
+        held = _held(tensor, watch)
+        freed = 0 if held else watch.nbytes
+        rows.append(LedgerRow(row.name, row.action, row.bytes, freed, how, held))
+    return tuple(rows)
+
+
+def release_layer(
+    plan: LayerPlan,
+    weights: Mapping[str, torch.Tensor],
+    others: Mapping[str, torch.Tensor],
+    *,
+    prepared: bool,
+    captured: bool,
+    host_keeps_storage: bool,
+    device: torch.device,
+) -> tuple[LayerPlan, Ledger, dict[str, HostCopy]]:
+    """Free what the plan releases. Everything that can fail comes before the first byte goes.
+
+    Returns:
+        The plan, amended where something came to share a storage since; the ledger; and the host
+        copies of what can be brought back.
+
+    Raises:
+        PrepareError: The layer is not prepared, or graphs were captured.
+    """
+    _refuse(plan, prepared, captured)
+    held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
+    plan = keep_aliased(plan, held)
+    going = plan.released()
+    copies = {r.name: HostCopy.of(weights[r.name]) for r in going if r.action == "restore"}
+    stones = {r.name: _stone(plan, r, weights[r.name]) for r in going}
+    watches = {r.name: StorageWatch(weights[r.name]) for r in going}
+    _synchronize(device)
+    before = read_allocator(device)
+
+    buried = []
+    for row in going:
+        tensor, watch = weights[row.name], watches[row.name]
+        how = bury(tensor, stones.pop(row.name), keep_storage=host_keeps_storage)
+        if how == "resized":
+            watch.resized()
+        buried.append((row, tensor, watch, how))
+    rows = _rows(buried)
+    return plan, _ledger(plan, rows, before, read_allocator(device)), copies
+
+
+def _ledger(
+    plan: LayerPlan,
+    rows: tuple[LedgerRow, ...],
+    before: AllocatorReading | None,
+    after: AllocatorReading | None,
+) -> Ledger:
+    if before is None or after is None:
+        return Ledger(plan.layer_id, rows)
+    return Ledger(plan.layer_id, rows, before.statistic, before.bytes - after.bytes)
+
+
+def restore_weights(
+    plan: LayerPlan,
+    weights: Mapping[str, torch.Tensor],
+    copies: Mapping[str, HostCopy],
+    device: torch.device,
+) -> tuple[str, ...]:
+    """Bring back released weights from their host copies, into the same objects.
+
+    Raises:
+        PrepareError: There is no memory for them; the layer is as it was.
+    """
+    try:
+        back = {name: copy.on(device) for name, copy in copies.items()}
+    except RuntimeError as err:
+        raise PrepareError(
+            "the released weights cannot be brought back",
+            whom=f"{plan.layer}, {', '.join(copies)}",
+            why=f"{type(err).__name__}: {err}",
+            remedy="free memory and call layer.restore() again; the layer is as it was",
+        ) from err
+    for name, tensor in back.items():
+        raise_up(weights[name], tensor)
+    return tuple(back)

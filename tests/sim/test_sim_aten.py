@@ -1,0 +1,185 @@
+"""aten computes on the device, gives what the CPU gives, and never reads released memory."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+
+from npu_backend.testing.sim import StorageReleasedError
+
+
+def test_about_a_thousand_aten_ops_compute(npu_sim) -> None:
+    assert npu_sim.aten_ops > 1000
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "a + b",
+        "a @ b.t()",
+        "torch.matmul(a, b.t()).softmax(-1)",
+        "torch.cat([a, b], 1)[:, 2:5]",
+        "torch.where(a > 0, a, b)",
+        "a.to(torch.bfloat16).float()",
+        "a.t().contiguous()",
+        "torch.einsum('ij,kj->ik', a, b)",
+        "a.sum(0, keepdim=True) * b.mean()",
+        "torch.topk(a, 2).values",
+        "a.argsort(-1)",
+        "a.nonzero()",
+        "a[torch.tensor([2, 0]).to(a.device)]",
+        "a.masked_fill(b > 0, 3.0)",
+        "torch.nn.functional.layer_norm(a, (5,))",
+        "torch.nn.functional.rms_norm(a, (5,))",
+        "torch.nn.functional.scaled_dot_product_attention(a[None], b[None], a[None])",
+        "torch.baddbmm(a[None], a[None], b[None, :, :].transpose(1, 2)[:, :, :4] @ b[None])",
+        "a.pow(2).cumsum(1).flip(0)",
+        "(a * 100).round().clamp(-128, 127).to(torch.int8).to(torch.int32)",
+        "torch.arange(20, device=a.device).view(4, 5)[1:, ::2].float() / 3",
+        "torch.stack([a, b]).permute(2, 0, 1).reshape(5, -1)",
+        "a.std() + b.var(1).max()",
+        "torch.eye(4, device=a.device) @ a",
+        "torch.full((4, 5), 2.5, device=a.device) - a",
+        "a.repeat_interleave(2, 0).unique().sum()",
+    ],
+)
+def test_results_are_the_cpus(npu_device, expression: str) -> None:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(4, 5, generator=generator)
+    b = torch.randn(4, 5, generator=generator)
+    expected = eval(expression, {"torch": torch, "a": a, "b": b})
+    names = {"torch": torch, "a": a.to(npu_device), "b": b.to(npu_device)}
+    actual = eval(expression, names)
+    assert actual.device == npu_device
+    torch.testing.assert_close(actual.cpu(), expected)
+
+
+def test_in_place_and_out_write_the_tensors_own_memory(npu_device) -> None:
+    import torch
+
+    a = torch.zeros(4, 5, device=npu_device)
+    address = a.data_ptr()
+    a.add_(2)
+    a[1:3, ::2] = 7
+    a[0].copy_(torch.arange(5.0))
+    assert a.data_ptr() == address
+    assert a.cpu()[0].tolist() == [0, 1, 2, 3, 4]
+    assert a.cpu()[1].tolist() == [7, 2, 7, 2, 7]
+    out = torch.empty(0, device=npu_device)
+    result = torch.add(a, a, out=out)
+    assert result is out
+    assert torch.equal(out.cpu(), a.cpu() * 2)
+    grown = torch.empty(2, 2, device=npu_device)
+    with pytest.warns(UserWarning, match="was resized"):
+        torch.mul(a, 3, out=grown)
+    assert torch.equal(grown.cpu(), a.cpu() * 3)
+
+
+def test_backward_runs(npu_device) -> None:
+    import torch
+
+    layer = torch.nn.Linear(5, 3).to(npu_device)
+    layer(torch.ones(2, 5, device=npu_device)).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad.cpu(), torch.full((3, 5), 2.0))
+
+
+def test_random_numbers_follow_the_generator(npu_device) -> None:
+    import torch
+
+    torch.manual_seed(5)
+    first = torch.randn(3, device=npu_device)
+    torch.manual_seed(5)
+    assert torch.equal(torch.randn(3, device=npu_device), first)
+    own = [
+        torch.rand(3, generator=torch.Generator("npu").manual_seed(9), device=npu_device)
+        for _ in range(2)
+    ]
+    assert torch.equal(*own)
+
+
+def test_tensors_of_host_and_device_do_not_mix(npu_device) -> None:
+    import torch
+
+    device = torch.ones(2, device=npu_device)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        device + torch.ones(2)
+    assert (device + torch.tensor(1.0)).tolist() == [2, 2]  # a number
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch_npu's own deepcopy
+def test_save_load_deepcopy(npu_device) -> None:
+    import torch
+
+    tensor = torch.arange(6.0, device=npu_device).view(2, 3)
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True), tensor)
+    assert torch.equal(copy.deepcopy(tensor), tensor)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        "w + 1",
+        "w @ turned",
+        "w.cpu()",
+        "w.clone()",
+        "w.to(torch.float32)",
+        "w.sum()",
+        "scalar.item()",
+        "w.fill_(1)",
+        "w.copy_(other)",
+        "other.copy_(w)",
+        "other @ w",
+        "torch.ops.npu.npu_format_cast(w, 29)",
+        "torch.ops.npu.npu_rms_norm(other, row)",
+        "torch.ops.npu.npu_transpose_batchmatmul(batch, batch)",
+    ],
+)
+def test_a_kernel_that_touches_released_memory_raises(npu_device, touch: str) -> None:
+    import torch
+
+    w = torch.ones(128, 128, dtype=torch.bfloat16, device=npu_device)
+    names = {"torch": torch, "other": torch.ones_like(w)}
+    names.update(w=w, row=w[0], scalar=w[0, 0], batch=w[None], turned=w.t())
+    w.untyped_storage().resize_(0)
+    with pytest.raises(StorageReleasedError) as caught:
+        eval(touch, names)
+    assert "touches released memory" in str(caught.value)
+    assert "its storage has 0" in str(caught.value)
+
+
+def test_torch_itself_refuses_new_views_of_released_memory(npu_device) -> None:
+    import torch
+
+    w = torch.ones(8, 8, device=npu_device)
+    w.untyped_storage().resize_(0)
+    for view in (lambda: w.t(), lambda: w[0]):
+        with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+            view()
+
+
+def test_views_and_metadata_of_released_memory_are_free(npu_device) -> None:
+    import torch
+
+    weight = torch.ones(4, 4, device=npu_device)
+    weight.untyped_storage().resize_(0)
+    assert (weight.shape, weight.dtype, weight.device) == ((4, 4), torch.float32, npu_device)
+    assert weight.detach().numel() == 16
+
+
+def test_restoring_the_storage_makes_it_usable_again(npu_device) -> None:
+    import torch
+
+    weight = torch.ones(4, 4, device=npu_device)
+    storage = weight.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(64)
+    weight.fill_(3)
+    assert weight.sum().item() == 48
