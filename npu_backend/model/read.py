@@ -197,7 +197,7 @@ class _Builder:
         fp8 = self.host == "sglang" and quant["kv_b_proj"] == "fp8-block"
         return {
             "is_nextn": site.is_nextn,
-            "quant": quant,
+            "quant": {name: kind for name, kind in quant.items() if name != "wq_b"},
             "w_dtype": "float8_e4m3fn" if fp8 else None,
             "indexer": Indexer(site.indexer, quant.get("wq_b", "none")),
             "measured": measured,

@@ -39,8 +39,8 @@ QUANT_KINDS = (
 or tensor; ``fp8-block`` one scale for each 128 x 128 block; ``mxfp8`` one e8m0 scale for each 32
 inputs."""
 
-PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "wq_b")
-"""What can be quantized by itself. ``wq_b`` is the indexer's query projection."""
+PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
+"""What of a layer can be quantized by itself; the indexer's ``wq_b`` is told by :class:`Indexer`."""
 
 INDEXER_KINDS = ("own", "shared", "none")
 DTYPES = ("bfloat16", "float16", "float32")

@@ -68,7 +68,8 @@ def living_holders(
     for row in plan.released():
         tensor = weights[row.name]
         # The caller may name the weight itself among the living, say as a module's parameter.
-        alive = {n: t for n, t in {**weights, **others}.items() if n != row.name and t is not tensor}
+        given = {**weights, **others}
+        alive = {n: t for n, t in given.items() if n != row.name and t is not tensor}
         same = [n for n, t in weights.items() if n != row.name and t is tensor]
         named = [*same, *holders(tensor, alive)]
         if named:

@@ -1,4 +1,4 @@
-"""``bind()``: hold a layer's plan against real tensors, and give back a layer to prepare and run."""
+"""``bind()``: hold a layer's plan against real tensors; what it returns can prepare and run."""
 
 from __future__ import annotations
 

@@ -8,15 +8,9 @@ from typing import Any
 import torch
 
 from npu_backend.deployment import Phase
-from npu_backend.errors import (
-    BoundExceededError,
-    NpuBackendError,
-    PlanMismatchError,
-    PrepareError,
-    WeightReleasedError,
-)
 from npu_backend.offers import SITES, Offer
 from npu_backend.plan import LayerPlan
+from npu_backend.runtime import refusals
 from npu_backend.runtime import release as _release
 from npu_backend.runtime.cache import LayerCache
 from npu_backend.runtime.dispatch import refuse_with
@@ -69,12 +63,10 @@ class BoundLayer:
         self._units = units
         self._restorable: dict[str, _release.HostCopy] = {}
         self._prepared = False
-        self._paths: dict[Phase, Path] = {}
-        self._empty: dict[Phase, tuple[bool, bool]] = {}
         self._sites: dict[str, Mapping[Phase, Kernel]] = {}
-        unprepared = refuse_with(self._unprepared)
+        unprepared = refuse_with(refusals.unprepared(plan))
         self.v_up = self.q_absorb = unprepared
-        self._paths = dict.fromkeys(Phase, unprepared)
+        self._paths: dict[Phase, Path] = dict.fromkeys(Phase, unprepared)
 
     def __repr__(self) -> str:
         state = "prepared" if self._prepared else "bound"
@@ -193,13 +185,22 @@ class BoundLayer:
     # --- parts -----------------------------------------------------------------------------------
 
     def _install(self, made: Callables) -> None:
-        host = [p for e in self.plan.path if e.offer is None for p in e.phases]
-        unplanned: dict[Phase, Any] = {p: refuse_with(self._unplanned(p)) for p in Phase}
-        unplanned |= {p: refuse_with(self._host_serves(p)) for p in host}
-        self._paths = {**unplanned, **made.paths}
+        plan, host = self.plan, [p for e in self.plan.path if e.offer is None for p in e.phases]
+        refused: dict[Phase, Any] = {
+            p: refuse_with(
+                refusals.host_serves(plan, p)
+                if p in host
+                else refusals.unplanned(plan, p, lambda: self.released)
+            )
+            for p in Phase
+        }
+        self._paths = {**refused, **made.paths}
         self._sites = {
-            site: {**unplanned, **{p: refuse_with(self._unused(site, p)) for p in made.paths},
-                   **made.sites[site]}
+            site: {
+                **refused,
+                **{p: refuse_with(refusals.unused(plan, site, p)) for p in made.paths},
+                **made.sites[site],
+            }
             for site in SITES
         }
         self.v_up = self._without_phase("v_up", made.sites["v_up"])
@@ -211,12 +212,12 @@ class BoundLayer:
         if calls and all(call is calls[0] for call in calls):
             return calls[0]
         if not calls:
-            return refuse_with(self._unused(site, None))
+            return refuse_with(refusals.unused(self.plan, site, None))
         table = self._sites[site]
 
         def kernel(x: torch.Tensor, *, phase: Phase | None = None) -> torch.Tensor:
             if phase is None:
-                raise self._phase_needed(site)
+                raise refusals.phase_needed(self.plan, site)
             return table[phase](x)
 
         return kernel
@@ -241,72 +242,4 @@ class BoundLayer:
             new((0, heads, layer.qk_rope_head_dim)),
             q_lora,
             scale,
-        )
-
-    # --- errors ----------------------------------------------------------------------------------
-
-    def _unprepared(self, rows: int) -> NpuBackendError:
-        return PrepareError(
-            "a step came before prepare()",
-            whom=str(self.plan.layer),
-            why="no strategy is prepared yet",
-            remedy="call layer.prepare() once after bind()",
-        )
-
-    def _unplanned(self, phase: Phase) -> Callable[[int], NpuBackendError]:
-        def make(rows: int) -> NpuBackendError:
-            reach = ", ".join(str(p) for p in self.plan.reach)
-            why = f"the deployment reaches {reach}; {phase} is not among them"
-            remedy = f"plan with {phase} reachable (--phases, --local-prefill, --role-switch)"
-            if not self.released:
-                return BoundExceededError(
-                    f"a step in phase {phase}, which was not planned",
-                    whom=str(self.plan.layer), why=why, remedy=remedy, code="phase",
-                )
-            return WeightReleasedError(
-                f"a step in phase {phase} came after a release that relied on its absence",
-                layer=self.plan.layer_id,
-                weight=", ".join(self.released),
-                why=why,
-                remedy=remedy,
-            )
-
-        return make
-
-    def _host_serves(self, phase: Phase) -> Callable[[int], NpuBackendError]:
-        def make(rows: int) -> NpuBackendError:
-            return PlanMismatchError(
-                f"the host serves {phase} of this layer with its own code",
-                whom=str(self.plan.layer),
-                why=f"the plan's entry is host:mha, by {self.plan.deployment.host}",
-                remedy="leave such steps to the host",
-                code="phase",
-            )
-
-        return make
-
-    def _unused(self, site: str, phase: Phase | None) -> Callable[[int], NpuBackendError]:
-        def make(rows: int) -> NpuBackendError:
-            where = "" if phase is None else f" in {phase}"
-            return PlanMismatchError(
-                f"no path{where} uses {site}, so no kernel was chosen for it",
-                whom=str(self.plan.layer),
-                why="a fused path multiplies with w_kc itself, and the host its own phases",
-                remedy=f"call {site} only where the plan has entries for it",
-                code="phase",
-            )
-
-        return make
-
-    def _phase_needed(self, site: str) -> NpuBackendError:
-        entries = [
-            f"{e.strategy} {', '.join(map(str, e.phases))} rows {e.tokens[0]}..{e.tokens[1] or 'any'}"
-            for e in self.plan.table(site)
-        ]
-        return PlanMismatchError(
-            f"{site} needs phase= in this plan",
-            whom=str(self.plan.layer),
-            why=("its phases do not share one table", *entries),
-            remedy=f"call layer.{site}(x, phase=...), or take layer.{site}_for(phase) once",
-            code="phase",
         )

@@ -22,10 +22,6 @@ from npu_backend.model.records import KvLayout, MlaLayer
 
 __all__ = ["LayerCache", "rope_tables"]
 
-NZ_FRACTAL_BYTES = 32
-"""Width in bytes of one column block of FRACTAL_NZ: 16 values of 2 bytes."""
-
-
 def rope_tables(
     rope: int,
     max_positions: int,
@@ -116,6 +112,22 @@ class LayerCache:
         """Slots of the cache; a slot is ``block * block_size + offset``."""
         return self.k_nope.shape[0] * self.k_nope.shape[1]
 
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin, each ``(max_positions, qk_rope_head_dim)``.
+
+        Raises:
+            PrepareError: The cache was made for a layer without RoPE.
+        """
+        if self.cos is None or self.sin is None:
+            raise PrepareError(
+                "the cache has no RoPE tables",
+                whom=f"a cache of {self.layout}",
+                why="a path that rotates was bound to it",
+                remedy="give cos and sin, or allocate the cache for the layer",
+                code="rope.layout",
+            )
+        return self.cos, self.sin
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the cache's tensors by name, the tables included."""
         named = {"k_nope": self.k_nope, "k_rope": self.k_rope, "cos": self.cos, "sin": self.sin}
@@ -132,7 +144,8 @@ class LayerCache:
         ):
             want = (self.layout.block_size, 1, width)
             if tensor.dim() != 4 or tuple(tensor.shape[1:]) != want:
-                found.append(f"{name} is {tuple(tensor.shape)}, not (blocks, {want[0]}, 1, {width})")
+                told = f"(blocks, {want[0]}, 1, {width})"
+                found.append(f"{name} is {tuple(tensor.shape)}, not {told}")
             if str(tensor.dtype) != f"torch.{self.layout.dtype}":
                 found.append(f"{name} is {tensor.dtype}, the layout says {self.layout.dtype}")
             if not tensor.is_contiguous():

@@ -89,7 +89,7 @@ class Unit:
             raise self._failed("bind", err) from err
         if not callable(bound):
             raise self._wrong("bind", f"returned {type(bound).__name__}, which cannot be called")
-        return cast("Callable[..., Any]", bound)
+        return bound
 
     def _failed(self, what: str, err: Exception) -> PrepareError:
         return PrepareError(

@@ -102,8 +102,7 @@ def compare_fingerprints(
             why += [f"rank {usable[0]} against rank {rank}, {line}" for line in found]
     failed = [r for r in range(size) if digests[r] == FAILED]
     what = (
-        f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))} failed before the plan "
-        "could be compared"
+        f"rank {', '.join(map(str, failed))} failed before the plan could be compared"
         if failed
         else "the ranks do not hold the same plan"
     )

@@ -4,12 +4,13 @@ a ``.contiguous()`` that did nothing all keep the bytes alive."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from attrs import frozen
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 
 from npu_backend.runtime.tombstone import is_tombstone
 
@@ -76,8 +77,28 @@ def _tensors_of(tensor: torch.Tensor) -> int | None:
     return int(count(storage._cdata)) - 1
 
 
-def unnamed_holders(tensor: torch.Tensor, named: Iterable[torch.Tensor] = ()) -> int:
-    """Return how many tensors share the storage beside the given one and the named ones.
+def _base_references(view: torch.Tensor) -> int:
+    """Return Python's count of references to a view's base; only good for comparisons."""
+    # The first access may make the Python object, which changes who owns it.
+    _ = view._base
+    base = view._base
+    return sys.getrefcount(base)
+
+
+def _keeps_own_base(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view whose base nobody holds but the view itself.
+
+    A loader that writes ``w.transpose(1, 2).contiguous().transpose(1, 2)`` leaves such a view: the
+    base dies with it. The count of a view made here for comparison says what "nobody" counts as.
+    """
+    if tensor._base is None:
+        return False
+    alone = torch.empty(1, 1).transpose(0, 1)
+    return _base_references(tensor) <= _base_references(alone)
+
+
+def unnamed_holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors share the storage beside the given one.
 
     Counts what nobody told us of: a view kept by the host, a module's ``.data``. Garbage that only
     waits for the cycle collector does not count.
@@ -85,13 +106,12 @@ def unnamed_holders(tensor: torch.Tensor, named: Iterable[torch.Tensor] = ()) ->
     own = span(tensor)
     if own is None:
         return 0
-    known = {id(t) for t in named if (s := span(t)) is not None and s.identity == own.identity}
-    known.add(id(tensor))
+    expected = 1 + _keeps_own_base(tensor)
     count = _tensors_of(tensor)
-    if count is not None and count > len(known):
+    if count is not None and count > expected:
         gc.collect()
         count = _tensors_of(tensor)
-    return 0 if count is None else max(0, count - len(known))
+    return 0 if count is None else max(0, count - expected)
 
 
 class StorageWatch:
@@ -101,7 +121,7 @@ class StorageWatch:
         storage = tensor.untyped_storage()
         self.nbytes: int = storage.nbytes()
         self.identity: int = storage._cdata
-        self._reference = StorageWeakRef(storage)
+        self._reference: Any = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._resized = False
 
     def resized(self) -> None:

@@ -90,7 +90,7 @@ class Tombstone(torch.Tensor):
             why: Why it was released.
             remedy: What whoever reads it should do.
         """
-        stone: Tombstone = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        stone: Tombstone = torch.Tensor._make_wrapper_subclass(
             Tombstone,
             tensor.shape,
             strides=tensor.stride(),
@@ -126,13 +126,13 @@ class Tombstone(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **dict(kwargs or {}))
-        _find(args, kwargs)._refuse(_name(func))
+        if func not in _ALLOWED:
+            _find(args, kwargs)._refuse(_name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **dict(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -149,7 +149,7 @@ class Tombstone(torch.Tensor):
     def __tensor_unflatten__(*_: Any) -> NoReturn:
         raise WeightReleasedError("a released weight was about to be rebuilt")
 
-    def __repr__(self, *_: Any, **__: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = self.__dict__.get(_RECORD, {})
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype, device = tuple(self.shape), self.dtype, self.device

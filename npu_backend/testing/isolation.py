@@ -37,6 +37,9 @@ def _read_reports(config: pytest.Config, path: Path) -> dict[str, list[pytest.Te
     reports: dict[str, list[pytest.TestReport]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         report = config.hook.pytest_report_from_serializable(config=config, data=json.loads(line))
+        if isinstance(report.longrepr, list):
+            # A skip's (path, line, reason); JSON knows no tuples, pytest insists on one.
+            report.longrepr = tuple(report.longrepr)
         reports.setdefault(report.nodeid, []).append(report)
     return reports
 

@@ -104,7 +104,7 @@ def test_the_indexer_has_its_own_quantization(model_dir: Any, modelslim_types: A
     }
     model = read_model(model_dir.config(index_topk=2048).description(types).path)
     assert [layer.indexer.quant for layer in model] == ["w8a8-dynamic", "none"]
-    assert model[0].quant_of("wq_b") == "w8a8-dynamic"
+    assert model[0].indexer.quant == "w8a8-dynamic"
 
 
 def test_descriptions_of_multimodal_models_are_met_under_their_root(

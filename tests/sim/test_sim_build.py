@@ -160,7 +160,9 @@ def test_a_symbol_that_the_stand_ins_lack_is_found_in_the_libraries(
     assert cann_symbols_missing(build_standins().main, libraries) == []
     text = (sources / "refused.c").read_text()
     (sources / "refused.c").write_text(text.replace("REFUSED(aclopCompileAndExecute)\n", ""))
-    assert cann_symbols_missing(build_standins(sources).main, libraries) == ["aclopCompileAndExecute"]
+    assert cann_symbols_missing(build_standins(sources).main, libraries) == [
+        "aclopCompileAndExecute"
+    ]
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:

@@ -70,16 +70,15 @@ def test_mla_prolog_v3_compiles_and_writes_its_caches(npu_device, backend: str) 
     index = torch.tensor([1, 5], device=npu_device)
 
     def call(x, kv_cache, kr_cache):
-        out = torch_npu.npu_mla_prolog_v3(
-            x, *weights, *rest, kv_cache, kr_cache, cache_index=index
-        )
+        out = torch_npu.npu_mla_prolog_v3(x, *weights, *rest, kv_cache, kr_cache, cache_index=index)
         return out[0] + 1, out[1]
 
     compiled = torch.compile(call, backend=backend, fullgraph=True)
     results = []
     for run in (call, compiled):
-        caches = torch.zeros(1, 16, 1, 512, dtype=kind, device=npu_device), torch.zeros(
-            1, 16, 1, 64, dtype=kind, device=npu_device
+        caches = (
+            torch.zeros(1, 16, 1, 512, dtype=kind, device=npu_device),
+            torch.zeros(1, 16, 1, 64, dtype=kind, device=npu_device),
         )
         results.append([*run(full(2, 7168), *caches), *caches])
     for expected, actual in zip(*results, strict=True):

@@ -209,9 +209,7 @@ def test_interleave_rope_gives_the_half_layout(npu_device) -> None:
     cos, sin = angles()
     x = torch.randn(TOKENS, HEADS, 1, ROPE).to(torch.bfloat16)
     cos4, sin4 = cos.view(TOKENS, 1, 1, ROPE), sin.view(TOKENS, 1, 1, ROPE)
-    out = torch_npu.npu_interleave_rope(
-        x.to(npu_device), cos4.to(npu_device), sin4.to(npu_device)
-    )
+    out = torch_npu.npu_interleave_rope(x.to(npu_device), cos4.to(npu_device), sin4.to(npu_device))
     close(out, rope_of(x, cos4, sin4))
 
 
@@ -338,7 +336,13 @@ def prolog_expected(given):
     cos, sin = given["cos"], given["sin"]
     query_rope = rope_of(q[..., NOPE:], cos[:, None], sin[:, None])
     kv = x @ w["dkv_kr"]
-    return query, query_rope, norm(kv[:, :KV], given["gammas"][1]), rope_of(kv[:, KV:], cos, sin), c_q
+    return (
+        query,
+        query_rope,
+        norm(kv[:, :KV], given["gammas"][1]),
+        rope_of(kv[:, KV:], cos, sin),
+        c_q,
+    )
 
 
 def prolog_call(npu_device, given, mode, op=None, **options):
@@ -658,7 +662,5 @@ def test_shapes_and_dtypes_are_those_of_torch_npus_own_fake_kernels(npu_device) 
         op = getattr(torch.ops.npu, name)
         real = describe(op(*(place(a) for a in args), **kwargs))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [
-                mode.from_tensor(place(a)) if isinstance(a, torch.Tensor) else a for a in args
-            ]
+            fakes = [mode.from_tensor(place(a)) if isinstance(a, torch.Tensor) else a for a in args]
             assert describe(op(*fakes, **kwargs)) == real, name

@@ -102,9 +102,7 @@ def test_other_settings_in_the_same_process_are_refused(run_python) -> None:
 def test_a_foreign_libascendcl_is_named(run_python, tmp_path: Path) -> None:
     foreign = tmp_path / "libascendcl.so"
     shutil.copy(build_standins().others[0], foreign)
-    load = (
-        f"import ctypes\nctypes.CDLL({str(build_standins().main)!r})\nctypes.CDLL({str(foreign)!r})\n"
-    )
+    load = f"import ctypes\nctypes.CDLL({str(build_standins().main)!r})\nctypes.CDLL({str(foreign)!r})\n"
     done = run_python(load + START + REPORT.format(""))
     assert "another libascendcl is already loaded" in done.stdout, done.stderr
     assert str(foreign) in done.stdout
@@ -125,7 +123,8 @@ def test_without_torch_npu_the_error_says_what_to_install(run_python) -> None:
     done = run_python(
         "import importlib.util as u\nreal = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch_npu' else real(name, *a)\n"
-        + START + REPORT.format("")
+        + START
+        + REPORT.format("")
     )
     assert "torch-npu is not installed" in done.stdout, done.stderr
     assert 'pip install "npu-backend[sim]"' in done.stdout
@@ -138,7 +137,9 @@ def test_a_missing_symbol_is_named_before_anything_is_imported(run_python, tmp_p
     (tmp_path / "refused.c").write_text(text.replace("REFUSED(aclmdlSetDump)\n", ""))
     folder = build_standins(tmp_path).folder
     done = run_python(
-        START + "from pathlib import Path\n" + REPORT.format(f"standins=Path({str(folder)!r})")
+        START
+        + "from pathlib import Path\n"
+        + REPORT.format(f"standins=Path({str(folder)!r})")
         + "print('torch' in sys.modules)"
     )
     assert "torch_npu needs CANN symbols that the stand-ins do not define" in done.stdout

@@ -92,6 +92,29 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int8 values and one fp32 scale a row."""
 
+    def npu_quantize(
+        self,
+        input: torch.Tensor,
+        scales: torch.Tensor,
+        zero_points: torch.Tensor | None,
+        dtype: torch.dtype,
+        axis: int = 1,
+        div_mode: bool = True,
+    ) -> torch.Tensor:
+        """Return the input quantized by given scales."""
+
+    def npu_quant_matmul(
+        self,
+        x1: torch.Tensor,
+        x2: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        pertoken_scale: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return the int8 product with its scales multiplied in."""
+
     def npu_format_cast(self, input: torch.Tensor, acl_format: int) -> torch.Tensor:
         """Return the tensor in a format; it may be the input itself. Only while preparing."""
 

@@ -15,6 +15,7 @@ import torch
 from npu_backend.catalog import load_catalog
 from npu_backend.errors import SchemaMismatchError
 from npu_backend.runtime import reference
+from npu_backend.runtime.reference.quant import dtype_of_number
 
 __all__ = ["CpuOps"]
 
@@ -110,6 +111,17 @@ def _prolog_fake(
     )
 
 
+def _quantize_fake(input: torch.Tensor, *args: Any, **_: Any) -> torch.Tensor:
+    return torch.empty_like(input, dtype=dtype_of_number("npu_quantize", args[2], torch.int8))
+
+
+def _quant_matmul_fake(
+    x1: torch.Tensor, x2: torch.Tensor, scale: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    dtype = dtype_of_number("npu_quant_matmul", kwargs.get("output_dtype"), torch.int8)
+    return x1.new_empty((*x1.shape[:-1], x2.shape[-1]), dtype=dtype)
+
+
 _KV_SCHEMA = (
     "npu_kv_rmsnorm_rope_cache(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
     "Tensor(a!) k_cache, Tensor(b!) ckv_cache, float epsilon, str cache_mode) -> ()"
@@ -132,11 +144,15 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (_schema("npu_interleave_rope"), reference.npu_interleave_rope, _rope_fake),
     (_schema("npu_rms_norm"), reference.npu_rms_norm, _rms_norm_fake),
     (_schema("npu_dynamic_quant"), reference.npu_dynamic_quant, _dynamic_quant_fake),
+    (_schema("npu_quantize"), reference.npu_quantize, _quantize_fake),
+    (_schema("npu_quant_matmul"), reference.npu_quant_matmul, _quant_matmul_fake),
 )
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library(_NAMESPACE, "DEF")
+def _define() -> Any:
+    # torch's Library is not typed.
+    make: Any = torch.library.Library
+    library = make(_NAMESPACE, "DEF")
     for schema, kernel, fake in _DEFINITIONS:
         name = schema.partition("(")[0]
         library.define(schema)
@@ -164,6 +180,8 @@ class CpuOps:
         self.npu_interleave_rope = space.npu_interleave_rope.default
         self.npu_rms_norm = space.npu_rms_norm.default
         self.npu_dynamic_quant = space.npu_dynamic_quant.default
+        self.npu_quantize = space.npu_quantize.default
+        self.npu_quant_matmul = space.npu_quant_matmul.default
         # It may return its input, which an op must not; and it is called while preparing only.
         self.npu_format_cast = reference.npu_format_cast
 

@@ -65,6 +65,8 @@ class DeviceOps:
         self.npu_interleave_rope = _overload("npu::npu_interleave_rope")
         self.npu_rms_norm = _overload("npu::npu_rms_norm")
         self.npu_dynamic_quant = _overload("npu::npu_dynamic_quant")
+        self.npu_quantize = _overload("npu::npu_quantize")
+        self.npu_quant_matmul = _overload("npu::npu_quant_matmul")
         self.npu_format_cast = _overload("npu::npu_format_cast")
         # The first version writes its caches though its schema does not say so, so a compiler may
         # drop a call whose results are not used; the second (line 7.2) marks them.

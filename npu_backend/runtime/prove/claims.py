@@ -1,37 +1,26 @@
-"""The claims of a proof, each from what was seen and not from what the runtime says of itself."""
+"""The claims about outputs and caches, against the reference and against the steps before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from attrs import evolve
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from npu_backend.deployment import Phase
-from npu_backend.errors import BoundExceededError, WeightReleasedError
 from npu_backend.plan import LayerPlan
-from npu_backend.runtime.bound import BoundLayer
-from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.prove.execution import Outcome, expected_rows, same_bits
 from npu_backend.runtime.prove.mla_fp32 import MlaReference
 from npu_backend.runtime.prove.records import Proof, StepRecord
-from npu_backend.runtime.prove.scenario import HOST_MHA, Scenario, Step, entry_at
+from npu_backend.runtime.prove.scenario import Scenario, Step, entry_at
 from npu_backend.runtime.prove.tolerance import relative_error, worst_token
 from npu_backend.runtime.prove.writer import in_rope_layout, read_slots
-from npu_backend.runtime.tombstone import is_tombstone
 
 __all__ = [
-    "MemoryWatch",
-    "prove_bytes",
     "prove_cache",
     "prove_equality",
     "prove_outputs",
     "prove_padding",
     "prove_q_lora",
-    "prove_released",
-    "prove_unreachable",
     "step_records",
 ]
 
@@ -55,7 +44,7 @@ def step_records(
         if step.parts:
             expected = expected_rows(reference.outputs, step, first)
             error, worst = relative_error(seen.out, expected), worst_token(seen.out, expected)
-        path = plan_path_uses(plan, step)
+        path = _sites_used(plan, step)
         records.append(
             StepRecord(
                 phase=step.phase.value,
@@ -70,7 +59,7 @@ def step_records(
     return tuple(records)
 
 
-def plan_path_uses(plan: LayerPlan, step: Step) -> frozenset[str]:
+def _sites_used(plan: LayerPlan, step: Step) -> frozenset[str]:
     """Return the sites that a step's path uses."""
     entry = entry_at(plan.path, step.phase, step.rows)
     return frozenset() if entry is None or entry.offer is None else entry.offer.uses
@@ -91,8 +80,8 @@ def prove_outputs(records: Sequence[StepRecord], bound: float) -> Proof:
         if (r.error or 0.0) > bound or (r.worst or 0.0) > 2 * bound
     ]
     text = (
-        f"{len(compared)} steps against the fp32 reference: error at most {error:.2g}, of one token "
-        f"at most {worst:.2g} (bounds {bound:.0e} and {2 * bound:.0e})"
+        f"{len(compared)} steps against the fp32 reference: error at most {error:.2g}, of one "
+        f"token at most {worst:.2g} (bounds {bound:.0e} and {2 * bound:.0e})"
     )
     if bad:
         text += "; too far: " + "; ".join(bad)
@@ -127,31 +116,49 @@ def prove_q_lora(
 def prove_cache(
     scenario: Scenario, outcome: Outcome, reference: MlaReference, bound: float
 ) -> Proof:
-    """Every token's slot holds the reference's latent and rotated key, in the layer's layout."""
+    """Every token's slot holds the reference's latent and rotated key, in the layer's layout, and
+    no other slot beside the padding holds anything."""
     layout = scenario.layout
     errors: dict[str, float] = {}
-    tokens = 0
+    free = torch.ones(scenario.num_blocks * layout.block_size, dtype=torch.bool)
+    free[: scenario.pad_blocks * layout.block_size] = False
+    tokens = written = 0
     for index, track in enumerate(scenario.tracks):
         reached = _reached(scenario, index)
-        if not reached:
-            continue
         tokens += reached
+        written += reached if scenario.fill else reached - track.history
         slots = track.slots(0, reached, layout.block_size)
+        free[slots] = False
         for name, cache, expected in (
             ("latent", outcome.k_nope, reference.latents[index][:reached]),
             ("key", outcome.k_rope, in_rope_layout(reference.keys[index][:reached], layout)),
         ):
-            if expected.shape[-1]:
+            if expected.numel():
                 found = relative_error(read_slots(cache, slots, layout), expected)
                 errors[name] = max(errors.get(name, 0.0), found)
     if not tokens:
         return Proof(name="cache", passed=True, text=_NO_STEPS, skipped=True)
+    others = torch.nonzero(free).reshape(-1)
+    caches = (outcome.k_nope, outcome.k_rope)
+    strayed = sum(int(read_slots(c, others, layout).ne(0).any(-1).sum()) for c in caches)
     told = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+    text = (
+        f"{tokens} tokens, {written} of them written by steps, in {layout}: error at most {told} "
+        f"(bound {bound:.0e})"
+    )
+    if strayed:
+        text += f"; {strayed} rows were written outside every sequence"
     return Proof(
         name="cache",
-        passed=max(errors.values()) <= bound,
-        text=f"{tokens} tokens in {layout}: error at most {told} (bound {bound:.0e})",
-        figures={**errors, "bound": bound, "tokens": tokens},
+        passed=max(errors.values()) <= bound and not strayed,
+        text=text,
+        figures={
+            **errors,
+            "bound": bound,
+            "tokens": tokens,
+            "written": written,
+            "strayed": strayed,
+        },
     )
 
 
@@ -204,134 +211,3 @@ def prove_equality(
     )
     figures = {"tensors": compared, "different": len(bad)}
     return Proof(name="equality", passed=not bad, text=text, figures=figures), tuple(marked)
-
-
-class MemoryWatch:
-    """Sees which storages die, and on a device by how much its allocator falls.
-
-    Keeps no storage alive. Independent of the runtime's own ledger.
-    """
-
-    def __init__(self, given: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._given = given
-        self._device = device
-        self._before = {n: t.untyped_storage().nbytes() for n, t in given.items()}
-        self._references = {n: StorageWeakRef(t.untyped_storage()) for n, t in given.items()}
-        self._statistic, self._allocated = _allocated(device)
-
-    def freed(self) -> dict[str, int]:
-        """Return the bytes of each weight's storage that are gone; only weights that lost any."""
-        found = {name: self._lost(name) for name in self._given}
-        return {name: size for name, size in found.items() if size}
-
-    def _lost(self, name: str) -> int:
-        if self._references[name].expired():
-            return self._before[name]
-        tensor = self._given[name]
-        # A tombstone has no storage to ask; its old one still lives, so nothing was freed.
-        left = self._before[name] if is_tombstone(tensor) else tensor.untyped_storage().nbytes()
-        return self._before[name] - left
-
-    def allocator(self) -> tuple[str | None, int | None]:
-        """Return the allocator's figure and by how much it fell; None on the CPU."""
-        if self._allocated is None:
-            return None, None
-        return self._statistic, self._allocated - int(_allocated(self._device)[1] or 0)
-
-
-def _allocated(device: torch.device) -> tuple[str | None, int | None]:
-    if device.type == "cpu":
-        return None, None
-    module: Any = getattr(torch, device.type)
-    module.synchronize(device)
-    statistics = module.memory_stats(device)
-    for name in ("requested_bytes.all.current", "allocated_bytes.all.current"):
-        if name in statistics:
-            return name, int(statistics[name])
-    return "memory_allocated", int(module.memory_allocated(device))
-
-
-def prove_bytes(plan: LayerPlan, ledger: Ledger, watch: MemoryWatch) -> Proof:
-    """The bytes that went are those that the plan says, weight by weight."""
-    planned = {row.name: row.bytes for row in plan.released()}
-    freed = watch.freed()
-    statistic, fell = watch.allocator()
-    wrong = [
-        f"{name}: planned {planned.get(name, 0)}, freed {freed.get(name, 0)}"
-        for name in dict.fromkeys([*planned, *freed])
-        if planned.get(name, 0) != freed.get(name, 0)
-    ]
-    total, gone = sum(planned.values()), sum(freed.values())
-    if (ledger.planned, ledger.freed) != (total, gone):
-        wrong.append(
-            f"the ledger says {ledger.freed} freed of {ledger.planned} planned, seen are {gone} of "
-            f"{total}"
-        )
-    figures: dict[str, Any] = {"planned": total, "freed": gone, "weights": freed}
-    seen = "storages seen to die"
-    if fell is not None:
-        figures |= {"allocator": statistic, "allocator_freed": fell}
-        seen += f" and by {statistic}"
-        # Older lines have no exact figure; theirs carries block slack of up to 512 bytes a weight.
-        slack = 0 if statistic == "requested_bytes.all.current" else 512 * max(len(planned), 1)
-        if abs(fell - total) > slack:
-            wrong.append(f"{statistic} fell by {fell}, planned are {total}")
-    text = f"{gone} bytes freed of {total} planned, by {seen}"
-    if wrong:
-        text += "; wrong: " + "; ".join(wrong)
-    return Proof(name="bytes", passed=not wrong, text=text, figures=figures)
-
-
-def prove_released(plan: LayerPlan, given: Mapping[str, torch.Tensor]) -> Proof:
-    """Reading a released weight raises WeightReleasedError with layer and weight."""
-    names = [row.name for row in plan.released()]
-    if not names:
-        text = "nothing is released in this plan"
-        return Proof(name="released", passed=True, text=text, skipped=True)
-    wrong = []
-    for name in names:
-        try:
-            given[name].sum()
-        except WeightReleasedError as err:
-            if (err.layer, err.weight) != (plan.layer_id, name):
-                wrong.append(f"{name}: the error names layer {err.layer}, weight {err.weight}")
-        except Exception as err:  # noqa: BLE001 - whatever else comes is the finding
-            wrong.append(f"{name}: {type(err).__name__}: {err}")
-        else:
-            wrong.append(f"{name}: was read without an error")
-    text = f"reading {', '.join(names)} raises WeightReleasedError"
-    if wrong:
-        text = "reading a released weight: " + "; ".join(wrong)
-    return Proof(name="released", passed=not wrong, text=text, figures={"weights": len(names)})
-
-
-def prove_unreachable(layer: BoundLayer) -> Proof:
-    """A step in a phase that the plan does not reach raises: WeightReleasedError where something
-    was released, else BoundExceededError."""
-    plan = layer.plan
-    served_by_host = {p for e in plan.path if e.strategy == HOST_MHA for p in e.phases}
-    phases = [p for p in Phase if p not in plan.reach and p not in served_by_host]
-    if not phases:
-        text = "every phase is reachable"
-        return Proof(name="unreachable", passed=True, text=text, skipped=True)
-    expected = WeightReleasedError if plan.released() else BoundExceededError
-    dtype = getattr(torch, plan.layer.dtype)
-    hidden = torch.zeros(1, plan.layer.hidden_size, dtype=dtype, device=layer.device)
-    zero = torch.zeros(1, dtype=torch.int64, device=layer.device)
-    wrong = []
-    for phase in phases:
-        try:
-            layer.preprocess(hidden, zero, zero, phase=phase)
-        except expected:
-            continue
-        except Exception as err:  # noqa: BLE001 - whatever else comes is the finding
-            wrong.append(f"{phase}: {type(err).__name__}: {err}")
-        else:
-            wrong.append(f"{phase}: ran without an error")
-    named = ", ".join(map(str, phases))
-    text = f"a step in {named} raises {expected.__name__}"
-    if wrong:
-        text = f"a step in an unreachable phase should raise {expected.__name__}: " + "; ".join(
-            wrong
-        )
-    return Proof(name="unreachable", passed=not wrong, text=text, figures={"phases": len(phases)})

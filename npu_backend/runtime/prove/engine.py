@@ -14,8 +14,9 @@ from npu_backend.errors import NpuBackendError
 from npu_backend.plan import LayerPlan, ModelPlan
 from npu_backend.runtime import LayerCache, bind
 from npu_backend.runtime.bound import BoundLayer
-from npu_backend.runtime.prove import claims
+from npu_backend.runtime.prove import claims, release_claims
 from npu_backend.runtime.prove.execution import execute, seeded_sequences, shape_of
+from npu_backend.runtime.prove.memory import MemoryWatch
 from npu_backend.runtime.prove.mla_fp32 import MlaReference, mla_reference
 from npu_backend.runtime.prove.records import LayerProof, Proof, RunResult
 from npu_backend.runtime.prove.scenario import ROW_CAP, Scenario, make_scenario
@@ -36,8 +37,8 @@ _TRANSFERRED = (
 )
 _EXTENDED = "the cache was filled by extend steps through the plan"
 _DENSE = (
-    "attention is dense: with so few tokens an indexer's top-k selects all of them, and the indexer "
-    "itself is not run"
+    "attention is dense: with so few tokens an indexer's top-k selects all of them, and the "
+    "indexer itself is not run"
 )
 
 
@@ -202,18 +203,18 @@ def _prove(run: _Run, seed: int, rows: Sequence[int], row_cap: int) -> None:
     run.record = evolve(run.record, steps=records)
     with run.during("reads after release"):
         run.proofs += [
-            claims.prove_released(bound.plan, given),
-            claims.prove_unreachable(bound),
+            release_claims.prove_released(bound.plan, given),
+            release_claims.prove_unreachable(bound),
         ]
 
 
 def _release(run: _Run, bound: BoundLayer, given: dict[str, torch.Tensor]) -> None:
     with run.during("release"):
         gc.collect()
-        watch = claims.MemoryWatch(given, run.device)
+        watch = MemoryWatch(given, run.device)
         ledger = bound.release()
         gc.collect()
-        proof = claims.prove_bytes(bound.plan, ledger, watch)
+        proof = release_claims.prove_bytes(bound.plan, ledger, watch)
     run.proofs.append(proof)
     run.record = evolve(run.record, ledger=ledger.to_dict(), fingerprint=bound.plan.fingerprint)
 

@@ -151,7 +151,7 @@ def mla_reference(
     counts = [n - f for n, f in zip(lengths, first, strict=True)]
 
     def by(parts: list[int], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.split(tensor, parts))  # type: ignore[no-untyped-call]
+        return tuple(torch.split(tensor, parts))
 
     outputs = []
     rows = zip(

@@ -1,0 +1,112 @@
+"""Why a bound layer refuses a step: makers of errors, each given the step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from npu_backend.deployment import Phase
+from npu_backend.errors import (
+    BoundExceededError,
+    NpuBackendError,
+    PlanMismatchError,
+    PrepareError,
+    WeightReleasedError,
+)
+from npu_backend.plan import LayerPlan
+
+__all__ = ["host_serves", "phase_needed", "unplanned", "unprepared", "unused"]
+
+Make = Callable[[int], NpuBackendError]
+
+
+def unprepared(plan: LayerPlan) -> Make:
+    """A step before ``prepare()``."""
+
+    def make(rows: int) -> NpuBackendError:
+        return PrepareError(
+            "a step came before prepare()",
+            whom=str(plan.layer),
+            why="no strategy is prepared yet",
+            remedy="call layer.prepare() once after bind()",
+        )
+
+    return make
+
+
+def unplanned(plan: LayerPlan, phase: Phase, released: Callable[[], tuple[str, ...]]) -> Make:
+    """A step in a phase that the deployment said is unreachable.
+
+    Args:
+        plan: The plan.
+        phase: The phase.
+        released: Returns what is released at the time of the step.
+    """
+
+    def make(rows: int) -> NpuBackendError:
+        reach = ", ".join(str(p) for p in plan.reach)
+        why = f"the deployment reaches {reach}; {phase} is not among them"
+        remedy = f"plan with {phase} reachable (--phases, --local-prefill, --role-switch)"
+        gone = released()
+        if not gone:
+            return BoundExceededError(
+                f"a step in phase {phase}, which was not planned",
+                whom=str(plan.layer),
+                why=why,
+                remedy=remedy,
+                code="phase",
+            )
+        return WeightReleasedError(
+            f"a step in phase {phase} came after a release that relied on its absence",
+            layer=plan.layer_id,
+            weight=", ".join(gone),
+            why=why,
+            remedy=remedy,
+        )
+
+    return make
+
+
+def host_serves(plan: LayerPlan, phase: Phase) -> Make:
+    """A step that the host's own code serves."""
+
+    def make(rows: int) -> NpuBackendError:
+        return PlanMismatchError(
+            f"the host serves {phase} of this layer with its own code",
+            whom=str(plan.layer),
+            why=f"the plan's entry is host:mha, by {plan.deployment.host}",
+            remedy="leave such steps to the host",
+            code="phase",
+        )
+
+    return make
+
+
+def unused(plan: LayerPlan, site: str, phase: Phase | None) -> Make:
+    """A batched matmul that no path uses."""
+
+    def make(rows: int) -> NpuBackendError:
+        where = "" if phase is None else f" in {phase}"
+        return PlanMismatchError(
+            f"no path{where} uses {site}, so no kernel was chosen for it",
+            whom=str(plan.layer),
+            why="a fused path multiplies with w_kc itself, and the host its own phases",
+            remedy=f"call {site} only where the plan has entries for it",
+            code="phase",
+        )
+
+    return make
+
+
+def phase_needed(plan: LayerPlan, site: str) -> NpuBackendError:
+    """A call without phase where phases do not share one table."""
+    entries = [
+        f"{e.strategy}: {', '.join(map(str, e.phases))}, rows {e.tokens[0]}..{e.tokens[1] or 'any'}"
+        for e in plan.table(site)
+    ]
+    return PlanMismatchError(
+        f"{site} needs phase= in this plan",
+        whom=str(plan.layer),
+        why=("its phases do not share one table", *entries),
+        remedy=f"call layer.{site}(x, phase=...), or take layer.{site}_for(phase) once",
+        code="phase",
+    )

@@ -1,0 +1,1 @@
+"""What the built-in strategies run. Imported when a layer is bound, never while planning."""

@@ -1,0 +1,110 @@
+"""Projections of a step: float, dynamic W8A8 and static W8A8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from attrs import frozen
+
+from npu_backend import MlaLayer, PrepareError
+from npu_backend.runtime import Ops
+
+__all__ = ["StaticScales", "linear", "linear_ops", "not_executed", "static_scales"]
+
+EXECUTED = ("none", "w8a8-dynamic", "w8a8-static")
+
+
+def not_executed(what: str, layer: MlaLayer, strategy: str, why: str, remedy: str) -> PrepareError:
+    """Return the error for what is planned and schema-checked, but not executed yet."""
+    return PrepareError(
+        f"{what} is not executed yet",
+        whom=f"{layer}, path, {strategy}",
+        why=why,
+        remedy=remedy,
+        code="quant.mode",
+    )
+
+
+@frozen
+class StaticScales:
+    """The four static scales of one projection, views of one flat tensor.
+
+    Args:
+        deq_scale: ``(out,)`` float32, of the integer product.
+        quant_bias: ``(out,)`` int32, added to the integer product.
+        input_scale: ``(1,)`` float32.
+        input_offset: ``(1,)`` int32.
+    """
+
+    deq_scale: torch.Tensor
+    quant_bias: torch.Tensor
+    input_scale: torch.Tensor
+    input_offset: torch.Tensor
+
+
+def static_scales(packed: torch.Tensor) -> StaticScales:
+    """Return the parts of ``NAME.scale`` of a static W8A8 projection: deq_scale, quant_bias,
+    input_scale and input_offset one after the other, 32 bits each, in one flat float32 tensor."""
+    rows = (packed.numel() - 2) // 2
+    flat = packed.reshape(-1)
+    return StaticScales(
+        deq_scale=flat[:rows],
+        quant_bias=flat[rows : 2 * rows].view(torch.int32),
+        input_scale=flat[2 * rows : 2 * rows + 1],
+        input_offset=flat[2 * rows + 1 :].view(torch.int32),
+    )
+
+
+def linear_ops(layer: MlaLayer, names: Iterable[str]) -> set[str]:
+    """Return the ops that the projections of these names call."""
+    kinds = {layer.quant_of(name) for name in names}
+    found = set()
+    if "w8a8-dynamic" in kinds:
+        found |= {"npu::npu_dynamic_quant", "npu::npu_quant_matmul"}
+    if "w8a8-static" in kinds:
+        found |= {"npu::npu_quantize", "npu::npu_quant_matmul"}
+    return found
+
+
+def linear(
+    name: str, layer: MlaLayer, weights: Mapping[str, torch.Tensor], ops: Ops, strategy: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return ``(tokens, in) -> (tokens, out)`` of a projection, in the layer's dtype.
+
+    Raises:
+        PrepareError: The quantization is planned only.
+    """
+    kind, weight = layer.quant_of(name), weights[name]
+    if kind == "none":
+
+        def plain(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, weight)
+
+        return plain
+    if kind not in EXECUTED or layer.dtype != "bfloat16":
+        raise not_executed(
+            f"{name} in {kind} with activations of {layer.dtype}", layer, strategy,
+            f"executed are {', '.join(EXECUTED)}, quantized ones with bfloat16",
+            "run layers of the executed kinds; plan and schemas of the others can be looked at",
+        )
+    turned, dtype = weight.t(), torch.bfloat16
+    if kind == "w8a8-dynamic":
+        scale = weights[f"{name}.scale"].reshape(-1)
+
+        def dynamic(x: torch.Tensor) -> torch.Tensor:
+            values, by_token = ops.npu_dynamic_quant(x)
+            return ops.npu_quant_matmul(
+                values, turned, scale, pertoken_scale=by_token, output_dtype=dtype
+            )
+
+        return dynamic
+    parts = static_scales(weights[f"{name}.scale"])
+
+    def static(x: torch.Tensor) -> torch.Tensor:
+        values = ops.npu_quantize(x, parts.input_scale, parts.input_offset, torch.qint8, -1)
+        return ops.npu_quant_matmul(
+            values, turned, parts.deq_scale, bias=parts.quant_bias, output_dtype=dtype
+        )
+
+    return static
