@@ -364,6 +364,13 @@ class BmmSpec:
         """The same matmul without its layer's identity: for memoising per kind."""
         return evolve(self, layer=self.layer.kind)
 
+    def for_layer(self, layer: MlaLayer) -> BmmSpec:
+        """Return the matmul of another layer of the same kind."""
+        twin = evolve(self, layer=layer)
+        # Twins share one kind, so that comparing their kinds is comparing identities.
+        object.__setattr__(twin, "kind", self.kind)
+        return twin
+
 
 @frozen(cache_hash=True)
 class Failure:

@@ -266,10 +266,10 @@ class LayerPlan:
 
         return explain_layer(self)
 
-    def decisions(self) -> dict[str, Any]:
+    def decisions(self, *, with_id: bool = True) -> dict[str, Any]:
         """Return what the fingerprint covers: decisions, no reasons."""
         return {
-            "layer_id": self.layer_id,
+            "layer_id": self.layer_id if with_id else None,
             "is_nextn": self.layer.is_nextn,
             "kv_layout": self.kv_layout.to_dict(),
             "path": [e.to_dict() for e in self.path],
@@ -347,11 +347,22 @@ class ModelPlan:
     def fingerprint(self) -> str:
         """Digest of the decisions, the catalog's version and the SoC family; nothing of this
         machine, rank, host or time."""
+        told: dict[tuple[int, ...], str] = {}
+        digests = []
+        for plan in self.layers:
+            # Layers of one kind share their tables and weights; each is written out once.
+            key = (
+                *(id(t) for t in (plan.path, plan.q_absorb, plan.v_up, plan.weights)),
+                id(plan.layer.kind),
+            )
+            if key not in told:
+                told[key] = _digest(plan.decisions(with_id=False))
+            digests.append([plan.layer_id, told[key]])
         return _digest(
             {
                 "catalog": self.deployment.catalog.version,
                 "soc": self.deployment.soc.family,
-                "layers": [plan.decisions() for plan in self.layers],
+                "layers": digests,
             }
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import Deployment, Request
@@ -46,6 +46,7 @@ class _PathResult:
     """A path decision with what follows from it for the two sites."""
 
     decided: Decided
+    table: Table
     known: frozenset[str]
     sites: tuple[tuple[str, Cells, BmmSpec], ...]
 
@@ -134,7 +135,7 @@ class _Planner:
             layer=layer,
             deployment=deployment,
             reach=reach,
-            path=(*self._host_entries(layer), *path.decided.table),
+            path=path.table,
             q_absorb=tables["q_absorb"],
             v_up=tables["v_up"],
             declined=(*declined, *refused_votes),
@@ -179,7 +180,8 @@ class _Planner:
         for site in SITES:
             if found := site_cells(decided.served, site):
                 sites.append((site, found, bmm_spec(layer.kind, deployment, site, found)))
-        self._paths[key] = _PathResult(decided, sorted_.known, tuple(sites))
+        table = (*self._host_entries(layer), *decided.table)
+        self._paths[key] = _PathResult(decided, table, sorted_.known, tuple(sites))
         return self._paths[key]
 
     def _kernel(
@@ -191,7 +193,7 @@ class _Planner:
         path: _PathResult,
         readers: Mapping[str, tuple[str, ...]],
     ) -> Decided:
-        answers = self.answers.ask_bmm(evolve(spec, layer=layer), self.deployment)
+        answers = self.answers.ask_bmm(spec.for_layer(layer), self.deployment)
         key = (spec, answers, self.slots, tuple(sorted(readers.items())))
         if key not in self._kernels:
             weights = self.weights(layer)

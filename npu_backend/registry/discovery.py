@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, PathDistribution, distributions
 
 from attrs import field, frozen
 from packaging.utils import canonicalize_name
@@ -150,25 +150,34 @@ def _candidates(dist: Distribution, key: str, hidden: str) -> Iterator[Candidate
 
 
 def _key(dist: Distribution) -> str:
-    """Return the canonical name, from the folder's name where possible.
+    """Return the canonical name, from the folder's name where there is one.
 
     ``Distribution.name`` parses METADATA, which for a large environment costs more than all else
     that is done while planning. ``_normalized_name`` is what importlib.metadata itself tells
     distributions apart by; where it is missing, the public way is taken.
     """
-    try:
-        name: object = getattr(dist, "_normalized_name", None) or dist.metadata["Name"]
-    except Exception:  # noqa: BLE001 - no readable metadata: no name, and the caller says so
-        name = None
+    name: object = None
+    if isinstance(dist, PathDistribution):
+        try:
+            name = getattr(dist, "_normalized_name", None)
+        except TypeError:  # neither the folder nor METADATA gives a name
+            return ""
+    name = name or _metadata(dist, "Name")
     return str(canonicalize_name(name)) if isinstance(name, str) else ""
 
 
 def _version(dist: Distribution) -> str:
+    return _metadata(dist, "Version") or "unknown"
+
+
+def _metadata(dist: Distribution, key: str) -> str | None:
+    """Return a field, or None; asking for one that is missing warns or raises, by Python version."""
     try:
-        version: object = dist.version
-    except Exception:  # noqa: BLE001 - a version is only shown: a missing one stops nothing
-        version = None
-    return version if isinstance(version, str) else "unknown"
+        fields = dist.metadata
+        value: object = fields[key] if key in fields else None
+    except Exception:  # noqa: BLE001 - metadata that cannot be read is as good as none
+        return None
+    return value if isinstance(value, str) else None
 
 
 def _entry_point_text(dist: Distribution) -> str | None:

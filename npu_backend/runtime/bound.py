@@ -62,6 +62,9 @@ class BoundLayer:
         self._others = dict(others)
         self._units = units
         self._restorable: dict[str, _release.HostCopy] = {}
+        # Shared with the callables that refuse, which must not hold the layer: its tensors would
+        # then live until the cycle collector comes by.
+        self._gone: list[str] = []
         self._prepared = False
         self._sites: dict[str, Mapping[Phase, Kernel]] = {}
         unprepared = refuse_with(refusals.unprepared(plan))
@@ -84,7 +87,7 @@ class BoundLayer:
     @property
     def released(self) -> tuple[str, ...]:
         """Names of the weights that are released now."""
-        return () if self.ledger is None else tuple(row.name for row in self.ledger.rows)
+        return tuple(self._gone)
 
     def prepare(self) -> None:
         """Prepare every strategy, check what they made, and bind the callables.
@@ -121,6 +124,7 @@ class BoundLayer:
                 host_keeps_storage=self.host_keeps_storage,
                 device=self.device,
             )
+            self._gone += [row.name for row in self.ledger.rows]
         return self.ledger
 
     def restore(self) -> tuple[str, ...]:
@@ -134,6 +138,7 @@ class BoundLayer:
         """
         names = _release.restore_weights(self.plan, self._weights, self._restorable, self.device)
         self._restorable = {}
+        self._gone[:] = [name for name in self._gone if name not in names]
         if names and self.ledger is not None:
             rows = tuple(r for r in self.ledger.rows if r.name not in names)
             self.ledger = Ledger(self.ledger.layer_id, rows) if rows else None
@@ -190,7 +195,7 @@ class BoundLayer:
             p: refuse_with(
                 refusals.host_serves(plan, p)
                 if p in host
-                else refusals.unplanned(plan, p, lambda: self.released)
+                else refusals.unplanned(plan, p, self._gone)
             )
             for p in Phase
         }
@@ -213,11 +218,11 @@ class BoundLayer:
             return calls[0]
         if not calls:
             return refuse_with(refusals.unused(self.plan, site, None))
-        table = self._sites[site]
+        plan, table = self.plan, self._sites[site]
 
         def kernel(x: torch.Tensor, *, phase: Phase | None = None) -> torch.Tensor:
             if phase is None:
-                raise refusals.phase_needed(self.plan, site)
+                raise refusals.phase_needed(plan, site)
             return table[phase](x)
 
         return kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from npu_backend.deployment import Phase
 from npu_backend.errors import (
@@ -33,20 +33,19 @@ def unprepared(plan: LayerPlan) -> Make:
     return make
 
 
-def unplanned(plan: LayerPlan, phase: Phase, released: Callable[[], tuple[str, ...]]) -> Make:
+def unplanned(plan: LayerPlan, phase: Phase, gone: Sequence[str]) -> Make:
     """A step in a phase that the deployment said is unreachable.
 
     Args:
         plan: The plan.
         phase: The phase.
-        released: Returns what is released at the time of the step.
+        gone: Names of what is released at the time of the step; looked at then.
     """
 
     def make(rows: int) -> NpuBackendError:
         reach = ", ".join(str(p) for p in plan.reach)
         why = f"the deployment reaches {reach}; {phase} is not among them"
         remedy = f"plan with {phase} reachable (--phases, --local-prefill, --role-switch)"
-        gone = released()
         if not gone:
             return BoundExceededError(
                 f"a step in phase {phase}, which was not planned",

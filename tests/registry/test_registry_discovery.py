@@ -121,6 +121,34 @@ def test_a_distribution_without_a_name_is_a_failed_plugin(load):
     assert (record.status, record.info.dist) == (Status.FAILED, "unknown")
 
 
+def test_a_distribution_whose_metadata_cannot_be_read_is_a_failed_plugin(load):
+    class Unreadable(Nameless):
+        @property
+        def metadata(self):
+            raise OSError("disk error")
+
+    with pytest.warns(PluginWarning, match="has no Name"):
+        registry = _load_with(load, Unreadable("[npu_backend.plugins]\nlost = fake_works\n"))
+    (record,) = [r for r in registry.plugins if r.info.name == "lost"]
+    assert record.info.version == "unknown"
+
+
+def test_metadata_in_a_folder_without_a_name_is_a_failed_plugin(load, tmp_path):
+    (tmp_path / ".dist-info").mkdir()
+    (tmp_path / ".dist-info" / "entry_points.txt").write_text(
+        "[npu_backend.plugins]\nlost = fake_works\n"
+    )
+    with pytest.warns(PluginWarning, match="has no Name"):
+        registry = load(str(tmp_path))
+    assert [r.info.dist for r in registry.plugins if r.info.name == "lost"] == ["unknown"]
+
+
+def test_entry_points_in_an_unknown_encoding_are_nobodys(load, tmp_path):
+    (tmp_path / "odd-1.0.dist-info").mkdir()
+    (tmp_path / "odd-1.0.dist-info" / "entry_points.txt").write_bytes(b"[npu\xff\xfe]\n")
+    assert names(load(str(tmp_path))) == BUILTINS
+
+
 def test_entry_points_that_cannot_be_parsed_are_a_failed_plugin(load):
     class Unparsable(Nameless):
         @property

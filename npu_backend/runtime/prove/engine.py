@@ -210,11 +210,9 @@ def _prove(run: _Run, seed: int, rows: Sequence[int], row_cap: int) -> None:
 
 def _release(run: _Run, bound: BoundLayer, given: dict[str, torch.Tensor]) -> None:
     with run.during("release"):
-        gc.collect()
         watch = MemoryWatch(given, run.device)
         ledger = bound.release()
-        gc.collect()
-        proof = release_claims.prove_bytes(bound.plan, ledger, watch)
+        proof = release_claims.prove_bytes(run.plan, bound.plan, ledger, watch)
     run.proofs.append(proof)
     run.record = evolve(run.record, ledger=ledger.to_dict(), fingerprint=bound.plan.fingerprint)
 

@@ -79,6 +79,20 @@ def dequantized(
     return dense if scale is None else dense * scale.to(dtype).unsqueeze(-1)
 
 
+_ROWS = 1024
+"""Rows of a weight that are widened at a time."""
+
+
+def _project(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.T`` for ``(out, in)``, widened and dequantized some rows at a time."""
+    parts = []
+    for start in range(0, weight.shape[0], _ROWS):
+        rows = slice(start, start + _ROWS)
+        some = dequantized(weight[rows], None if scale is None else scale[rows], x.dtype)
+        parts.append(x @ some.t())
+    return torch.cat(parts, dim=-1)
+
+
 def _norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
     mean_square = (x * x).mean(-1, keepdim=True)
     return x * torch.rsqrt(mean_square + epsilon) * gamma.to(x.dtype)
@@ -118,8 +132,9 @@ def mla_reference(
     """
     given = dict(scales or {})
 
-    def dense(name: str) -> torch.Tensor:
-        return dequantized(weights[name], given.get(name), dtype)
+    def project(tokens: torch.Tensor, name: str, rows: slice = slice(None)) -> torch.Tensor:
+        scale = given.get(name)
+        return _project(tokens, weights[name][rows], None if scale is None else scale[rows])
 
     lengths = [len(s) for s in sequences]
     x = torch.cat([s.to(dtype) for s in sequences])
@@ -128,16 +143,14 @@ def mla_reference(
 
     width = shape.latent + shape.rope
     if shape.q_lora is None:
-        q = x[asked] @ dense("q_proj").t()
-        down_kv = x @ dense("kv_a_proj_with_mqa").t()
+        q = project(x[asked], "q_proj")
+        down_kv = project(x, "kv_a_proj_with_mqa")
         q_lora = None
     else:
-        fused = dense("fused_qkv_a_proj")
-        down_kv = x @ fused[-width:].t()
-        down_q = x[asked] @ fused[: shape.q_lora].t()
-        del fused
+        down_kv = project(x, "fused_qkv_a_proj", slice(shape.q_lora, shape.q_lora + width))
+        down_q = project(x[asked], "fused_qkv_a_proj", slice(shape.q_lora))
         q_lora = _norm(down_q, gammas["q_a_layernorm"], shape.epsilon)
-        q = q_lora @ dense("q_b_proj").t()
+        q = project(q_lora, "q_b_proj")
     latents = _norm(down_kv[:, : shape.latent], gammas["kv_a_layernorm"], shape.epsilon)
     keys = down_kv[:, shape.latent :]
     q = q.reshape(-1, shape.heads, shape.nope + shape.rope)
@@ -145,7 +158,7 @@ def mla_reference(
     if shape.rotates and shape.rope:
         keys = _rotate(keys, positions, shape.theta)
         q_rope = _rotate(q_rope, positions[asked], shape.theta)
-    up = (latents @ dense("kv_b_proj").t()).reshape(-1, shape.heads, shape.nope + shape.v)
+    up = project(latents, "kv_b_proj").reshape(-1, shape.heads, shape.nope + shape.v)
     k_nope, v = up[..., : shape.nope], up[..., shape.nope :]
 
     counts = [n - f for n, f in zip(lengths, first, strict=True)]

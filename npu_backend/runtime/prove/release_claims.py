@@ -19,8 +19,16 @@ from npu_backend.runtime.prove.scenario import HOST_MHA
 __all__ = ["prove_bytes", "prove_released", "prove_unreachable"]
 
 
-def prove_bytes(plan: LayerPlan, ledger: Ledger, watch: MemoryWatch) -> Proof:
-    """The bytes that went are those that the plan says, weight by weight."""
+def prove_bytes(plan: LayerPlan, amended: LayerPlan, ledger: Ledger, watch: MemoryWatch) -> Proof:
+    """The bytes that went are those that the plan says, weight by weight.
+
+    Args:
+        plan: The plan as it was made. Binding may turn a release into a keep; on weights of a
+            proof's own making, which share nothing, that is a finding too.
+        amended: The plan after binding and release.
+        ledger: What the runtime says of itself; compared, not believed.
+        watch: What was seen.
+    """
     planned = {row.name: row.bytes for row in plan.released()}
     freed = watch.freed()
     statistic, fell = watch.allocator()
@@ -29,6 +37,8 @@ def prove_bytes(plan: LayerPlan, ledger: Ledger, watch: MemoryWatch) -> Proof:
         for name in dict.fromkeys([*planned, *freed])
         if planned.get(name, 0) != freed.get(name, 0)
     ]
+    kept = sorted(set(planned) - {row.name for row in amended.released()})
+    wrong += [f"{name} was kept: {amended.weight(name).reasons[0]}" for name in kept]
     total, gone = sum(planned.values()), sum(freed.values())
     if (ledger.planned, ledger.freed) != (total, gone):
         wrong.append(

@@ -50,10 +50,20 @@ class LayerWeights:
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
-    if tensor.dim() == 3 and not tensor.is_contiguous():
-        # A copy to a device would make it contiguous; the layout is part of what is proven.
-        return tensor.transpose(1, 2).to(device).transpose(1, 2)
-    return tensor.to(device)
+    # Strides are part of what is proven, and tensor.to() need not keep them.
+    return _strided_copy(tensor, tensor.stride(), tensor.dtype, device)
+
+
+def _strided_copy(
+    tensor: torch.Tensor,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return a copy in given strides that is nobody's view: a view would keep its base alive, and
+    the base the storage."""
+    out = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=device)
+    return out.copy_(tensor)
 
 
 def check_executable(layer: MlaLayer) -> None:
@@ -147,7 +157,8 @@ def seeded_weights(layer: MlaLayer, attn_tp_size: int, *, seed: int = 0) -> Laye
         if kind == "none":
             loaded[name] = _uniform((rows, fan_in), fan_in, dtype, generator)
             continue
-        loaded[name] = _random_int8((rows, fan_in), generator)
+        # A copy: what came out is a view of 64-bit words, and its storage is theirs.
+        loaded[name] = _random_int8((rows, fan_in), generator).clone()
         spread = torch.rand(rows, generator=generator) + 0.5
         scales[name] = spread * (fan_in**-0.5 / _UNIFORM_DEVIATION)
         scale = f"{name}.scale"
@@ -183,17 +194,16 @@ def _absorbed(
     heads, nope = layer.local_heads(attn_tp_size), layer.qk_nope_head_dim
     halves = kv_b.view(heads, nope + layer.v_head_dim, layer.kv_lora_rank)
     keys, values = halves[:, :nope], halves[:, nope:].transpose(1, 2)
+    latent, v = layer.kv_lora_rank, layer.v_head_dim
+    strides = {
+        "w_kc": (nope * latent, latent, 1),
+        "w_vc": (v * latent, v, 1),
+    }
     if layer.w_kc_layout == "strided":
-        w_kc = _own(keys.transpose(1, 2), dtype).transpose(1, 2)
-    else:
-        w_kc = _own(keys, dtype)
+        strides["w_kc"] = (nope * latent, 1, nope)
     if layer.w_vc_layout == "strided":
-        w_vc = _own(values.transpose(1, 2), dtype).transpose(1, 2)
-    else:
-        w_vc = _own(values, dtype)
-    return {"w_kc": w_kc, "w_vc": w_vc}
-
-
-def _own(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous copy; always a copy, whatever the view's strides and dtype are."""
-    return view.clone(memory_format=torch.contiguous_format).to(dtype)
+        strides["w_vc"] = (v * latent, 1, latent)
+    return {
+        "w_kc": _strided_copy(keys, strides["w_kc"], dtype),
+        "w_vc": _strided_copy(values, strides["w_vc"], dtype),
+    }

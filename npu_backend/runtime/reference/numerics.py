@@ -18,13 +18,32 @@ __all__ = [
     "saturated",
 ]
 
+_PIECE = 1 << 20
+"""Elements of a 16-bit matrix that are widened to fp32 at a time."""
 _EXACT_DEPTH = 1024
 """Longest dot product of int8 values that fp32 holds exactly: 1024 * 128 * 128 is 2**24."""
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply ``(..., M, K)`` by ``(..., K, N)`` with fp32 accumulation; returns fp32."""
-    return torch.matmul(a.float(), b.float())
+    """Multiply ``(..., M, K)`` by ``(..., K, N)`` with fp32 accumulation; returns fp32.
+
+    A large 16-bit ``b`` is widened piece by piece: the whole of it in fp32 would not fit the
+    processor's caches, and costs more than the product.
+    """
+    if b.dtype == torch.float32 or b.numel() <= _PIECE:
+        return torch.matmul(a.float(), b.float())
+    out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=torch.float32)
+    if b.dim() == 3:
+        step = max(1, _PIECE * b.shape[0] // b.numel())
+        for start in range(0, b.shape[0], step):
+            part = slice(start, start + step)
+            torch.matmul(a[part].float(), b[part].float(), out=out[part])
+        return out
+    wide, step = a.float(), max(1, _PIECE * b.shape[0] // b.numel())
+    for start in range(0, b.shape[0], step):
+        part = slice(start, start + step)
+        out += torch.matmul(wide[..., part], b[part].float())
+    return out
 
 
 def int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
