@@ -160,7 +160,7 @@ def _key(dist: Distribution) -> str:
     if isinstance(dist, PathDistribution):
         try:
             name = getattr(dist, "_normalized_name", None)
-        except TypeError:  # neither the folder nor METADATA gives a name
+        except Exception:  # noqa: BLE001 - neither the folder nor METADATA gives a name
             return ""
     name = name or _metadata(dist, "Name")
     return str(canonicalize_name(name)) if isinstance(name, str) else ""
@@ -171,10 +171,10 @@ def _version(dist: Distribution) -> str:
 
 
 def _metadata(dist: Distribution, key: str) -> str | None:
-    """Return a field, or None; asking for one that is missing warns or raises, by Python version."""
+    """Return a field, or None: asked for one that is missing, newer Pythons warn or raise."""
     try:
         fields = dist.metadata
-        value: object = fields[key] if key in fields else None
+        value: object = fields[key] if key in fields else None  # noqa: SIM401 - 3.10 has no get
     except Exception:  # noqa: BLE001 - metadata that cannot be read is as good as none
         return None
     return value if isinstance(value, str) else None

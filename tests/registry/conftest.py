@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import types
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 
 from npu_backend.deployment import Deployment
+from npu_backend.hookspecs import hookimpl
 from npu_backend.model.records import MlaLayer
-from npu_backend.offers import BmmSpec, Offer
-from npu_backend.registry import PluginRecord, Registry
+from npu_backend.offers import Answer, BmmSpec, Offer, PluginInfo
+from npu_backend.registry import PluginRecord, PluginWarning, Registry
 
 DISTS = Path(__file__).parent / "dists"
 
@@ -79,3 +82,61 @@ def record_of() -> Callable[[Registry, str], PluginRecord]:
         return found[0]
 
     return record_of
+
+
+@pytest.fixture(scope="session")
+def register() -> Callable[..., PluginInfo]:
+    """Register one function as a plugin of its own."""
+
+    def register(
+        registry: Registry,
+        function: Callable[..., Any],
+        hook: str,
+        name: str = "vendor",
+        dist: str = "vendor-kit",
+        **flags: bool,
+    ) -> PluginInfo:
+        module = types.ModuleType(name)
+        module.implementation = hookimpl(function, specname=hook, **flags)
+        return registry.register(module, name=name, dist=dist, version="1")
+
+    return register
+
+
+@pytest.fixture(scope="session")
+def ask(layer: MlaLayer, deployment: Deployment, bmm: BmmSpec) -> Callable[..., Any]:
+    """Ask a registry through the hook's typed call."""
+
+    def ask(registry: Registry, hook: str) -> tuple[Answer, ...]:
+        if hook == "release_weights":
+            return registry.ask_release(layer, deployment, {"w_kc": ()})
+        if hook == "select_bmm_kernel":
+            return registry.ask_bmm(bmm, deployment)
+        return registry.ask_paths(layer, deployment)
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def answers_to(register: Callable[..., Any], ask: Callable[..., Any]) -> Callable[..., Any]:
+    """What comes of an implementation that returns a value, or raises an exception."""
+
+    def answers_to(
+        value: object,
+        hook: str = "select_bmm_kernel",
+        *,
+        strict: bool = False,
+        raises: BaseException | None = None,
+    ) -> tuple[Answer, ...]:
+        def implementation() -> object:
+            if raises is not None:
+                raise raises
+            return value
+
+        registry = Registry(strict=strict)
+        register(registry, implementation, hook)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PluginWarning)
+            return ask(registry, hook)
+
+    return answers_to

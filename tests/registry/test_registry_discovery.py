@@ -133,6 +133,7 @@ def test_a_distribution_whose_metadata_cannot_be_read_is_a_failed_plugin(load):
     assert record.info.version == "unknown"
 
 
+@pytest.mark.filterwarnings("ignore:Implicit None:DeprecationWarning")
 def test_metadata_in_a_folder_without_a_name_is_a_failed_plugin(load, tmp_path):
     (tmp_path / ".dist-info").mkdir()
     (tmp_path / ".dist-info" / "entry_points.txt").write_text(
