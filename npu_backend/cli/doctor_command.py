@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import click
 
 from npu_backend.api import load
+from npu_backend.cli.device import c_compiler, device_nodes
 from npu_backend.cli.output import print_json
 from npu_backend.errors import DeploymentError
 from npu_backend.plan import SCHEMA
 
 __all__ = ["command"]
-
-_DEVICE_NODES = "/dev/davinci[0-9]*"
 
 
 def _version(name: str) -> str | None:
@@ -40,8 +36,7 @@ def command(as_json: bool) -> int:
             line = backend.catalog.versions.line_of(torch_npu)
         except DeploymentError as err:
             line_note = err.what
-    nodes = sorted(str(p) for p in Path("/").glob(_DEVICE_NODES.lstrip("/")))
-    compiler = next((c for c in (os.environ.get("CC"), "gcc", "cc") if c and shutil.which(c)), None)
+    nodes, compiler = device_nodes(), c_compiler()
     allows = ["plan: needs nothing but this package"]
     if torch:
         allows.append(

@@ -21,7 +21,16 @@ from npu_backend.explain import (
 )
 from npu_backend.plan import ModelPlan
 
-__all__ = ["console", "render_comparison", "render_doctor", "render_plan", "render_plugins"]
+__all__ = [
+    "console",
+    "grid",
+    "render_comparison",
+    "render_doctor",
+    "render_group",
+    "render_head",
+    "render_plan",
+    "render_plugins",
+]
 
 _ACTION_STYLE = {"release": "green", "restore": "cyan", "keep": ""}
 _PIPE_WIDTH = 160
@@ -32,18 +41,20 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
-def _grid(*columns: str, title: str = "") -> RichTable:
-    table = RichTable(title=escape(title) or None, title_justify="left", box=None, pad_edge=False)
+def grid(*columns: str) -> RichTable:
+    """Return a table without lines."""
+    table = RichTable(box=None, pad_edge=False)
     for column in columns:
         justify = "right" if column in ("bytes",) else "left"
         table.add_column(escape(column), justify=justify, overflow="fold")  # type: ignore[arg-type]
     return table
 
 
-def _group(out: Console, group: LayerGroup) -> None:
+def render_group(out: Console, group: LayerGroup) -> None:
+    """Print what was decided for layers that agree."""
     plan, count = group.first, len(group.plans)
     out.print(f"\n[bold]{escape(group.title)}[/bold]  KV {escape(str(plan.kv_layout))}")
-    who = _grid("", "strategy", "phases", "rows", "provider")
+    who = grid("", "strategy", "phases", "rows", "provider")
     for site in ("path", "q_absorb", "v_up"):
         for index, entry in enumerate(plan.table(site)):
             mode = f" ({entry.offer.mode})" if entry.offer and entry.offer.mode else ""
@@ -58,7 +69,7 @@ def _group(out: Console, group: LayerGroup) -> None:
             who.add_row(site, "-", "no path that serves needs it", "", "")
     out.print(who)
     if plan.declined or plan.unused:
-        why = _grid("not used", "by", "why", title="")
+        why = grid("not used", "by", "why")
         for refusal in plan.declined:
             name = refusal.strategy + (f" at {refusal.site}" if refusal.site else "")
             for index, reason in enumerate(refusal.reasons):
@@ -71,7 +82,7 @@ def _group(out: Console, group: LayerGroup) -> None:
             name = unused.strategy + (f" at {unused.site}" if unused.site else "")
             why.add_row(escape(name), escape(unused.provider), "legal; others cover it first")
         out.print(why)
-    weights = _grid("weight", "bytes", "action", "why")
+    weights = grid("weight", "bytes", "action", "why")
     for row in plan.weights:
         size = format_bytes(row.bytes) + (f" x {count}" if count > 1 else "")
         style = _ACTION_STYLE[row.action]
@@ -83,19 +94,24 @@ def _group(out: Console, group: LayerGroup) -> None:
 def render_plan(plan: ModelPlan) -> None:
     """Print a plan."""
     out = console()
+    render_head(out, plan)
+    for group in group_layers(plan.layers):
+        render_group(out, group)
+    totals = grid("bytes per rank, all planned layers", "", "bytes")
+    for name, value in plan.totals.to_dict().items():
+        totals.add_row(name, format_bytes(value), str(value))
+    out.print("")
+    out.print(totals)
+
+
+def render_head(out: Console, plan: ModelPlan) -> None:
+    """Print what was planned for, and what the description leaves open."""
     out.print(f"[bold]{escape(plan.model.name)}[/bold]: {escape(headline(plan.deployment))}")
     out.print(f"fingerprint {plan.fingerprint}")
     for text in plan.model.assumed:
         out.print(f"assumed: {escape(text)}")
     if plan.model.unverified:
         out.print(f"unverified in the description: {escape(', '.join(plan.model.unverified))}")
-    for group in group_layers(plan.layers):
-        _group(out, group)
-    totals = _grid("bytes per rank, all planned layers", "", "bytes")
-    for name, value in plan.totals.to_dict().items():
-        totals.add_row(name, format_bytes(value), str(value))
-    out.print("")
-    out.print(totals)
 
 
 def render_comparison(comparison: Comparison, a: str, b: str) -> None:
@@ -115,7 +131,7 @@ def render_comparison(comparison: Comparison, a: str, b: str) -> None:
     for d in comparison.differences:
         groups.setdefault((d.what, _short(d.a), _short(d.b), d.why), []).append(d.layer_id)
     if groups:
-        table = _grid("where", "what", "a", "b", "why")
+        table = grid("where", "what", "a", "b", "why")
         for (what, left, right, why), ids_ in groups.items():
             known = [i for i in ids_ if i is not None]
             where = (
@@ -148,10 +164,11 @@ def _short(value: Any) -> str:
 def render_plugins(data: Mapping[str, Any]) -> None:
     """Print the plugins, the call order, and the check."""
     out = console()
-    table = _grid("plugin", "distribution", "version", "status", "hooks", "why")
+    table = grid("plugin", "distribution", "version", "status", "hooks", "why")
     for p in data["plugins"]:
         hooks = ", ".join(
-            h if isinstance(h, str) else str(h.get("name", h)) for h in p.get("hooks", ())
+            " ".join([h["hook"], *(flag for flag in ("tryfirst", "trylast", "wrapper") if h[flag])])
+            for h in p["hooks"]
         )
         table.add_row(
             escape(p["name"]),
@@ -169,7 +186,7 @@ def render_plugins(data: Mapping[str, Any]) -> None:
         out.print(
             f"\n[bold]{row['model']}[/bold] {row['quant']}, role {row['role']}, CANN {row['cann']}"
         )
-        wins = _grid("layers", "table", "winner", "where", "provider")
+        wins = grid("layers", "table", "winner", "where", "provider")
         for w in row["winners"]:
             wins.add_row(
                 *(escape(w[k]) for k in ("layers", "table", "strategy", "where", "provider"))
@@ -182,7 +199,7 @@ def render_plugins(data: Mapping[str, Any]) -> None:
 def render_doctor(data: Mapping[str, Any]) -> None:
     """Print what the machine has."""
     out = console()
-    table = _grid("what", "found")
+    table = grid("what", "found")
     for key in (
         "npu_backend",
         "python",

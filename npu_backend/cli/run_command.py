@@ -1,0 +1,122 @@
+"""``npu-backend run``: plan, build real layers, run, release, run again, and prove it."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from npu_backend.catalog import load_catalog
+from npu_backend.cli.device import DEVICES, Device, open_device
+from npu_backend.cli.options import model_and_deployment_options, plan_from
+from npu_backend.cli.output import print_json, print_warning
+from npu_backend.deployment import Deployment
+from npu_backend.plan import SCHEMA
+
+__all__ = ["command"]
+
+SHOW_AFTER = 2.0
+"""Seconds of work after which a bar is shown."""
+
+
+class _Bar:
+    """A progress bar on stderr that appears only for work that lasts, and only to people."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        self._console = Console(stderr=True)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int, proof: Any) -> None:
+        if not self._console.is_terminal or time.monotonic() - self._started < SHOW_AFTER:
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("layers proved"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.add_task("layers", total=total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done)
+
+
+def _warn_of_other_versions(device: Device, deployment: Deployment, cann: str | None) -> None:
+    """Warn where what was asked for is not what runs (rule 9)."""
+    versions = deployment.catalog.versions
+    if device.torch_npu:
+        installed = versions.line_of(device.torch_npu)
+        if deployment.line != installed:
+            print_warning(
+                f"planned for TorchNPU line {deployment.line}, installed is {device.torch_npu} of "
+                f"line {installed}: calls follow the installed line"
+            )
+    if device.cann and cann and versions.known_cann(device.cann) != versions.known_cann(cann):
+        print_warning(f"planned for CANN {cann}, the device has {device.cann}")
+    if device.kind == "npu" and device.soc:
+        found = versions.soc(device.soc).family
+        if found != deployment.soc.family:
+            print_warning(f"planned for {deployment.soc}, the device is {device.soc} ({found})")
+
+
+@click.command(name="run")
+@model_and_deployment_options
+@click.option(
+    "--device",
+    "device_choice",
+    type=click.Choice(DEVICES),
+    default="auto",
+    show_default=True,
+    help="Where to run; auto takes an NPU, else the simulated one, else the CPU.",
+)
+@click.option("--seed", default=0, show_default=True, type=int, help="Seed of weights and inputs.")
+def command(device_choice: str, seed: int, **options: Any) -> int:
+    """Plan MODEL, run its layers before and after the release, and prove what the plan says.
+
+    Exits 1 if any proof fails.
+    """
+    catalog = load_catalog(options["catalog"])
+    device = open_device(device_choice, soc=options["soc"], cann=options["cann"], catalog=catalog)
+    planned = plan_from(options, torch_npu=device.torch_npu, cann=device.cann)
+    for text in planned.plan.warnings:
+        print_warning(text)
+    _warn_of_other_versions(device, planned.plan.deployment, options["cann"])
+
+    from npu_backend.runtime.prove import prove_model
+
+    with _Bar() as bar:
+        result = prove_model(planned.plan, device=device.torch_device, seed=seed, progress=bar)
+    if options["as_json"]:
+        print_json(
+            {
+                "schema": SCHEMA,
+                "passed": result.passed,
+                "device": device.to_dict(),
+                "plan": planned.plan.to_dict(),
+                "run": result.to_dict(),
+            }
+        )
+    else:
+        from npu_backend.cli.render_run import render_run
+
+        render_run(planned.plan, result, device)
+    return 0 if result.passed else 1
