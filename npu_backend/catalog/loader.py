@@ -148,8 +148,16 @@ def _check_override(over: Any, where: str, limits: Mapping[str, Any]) -> None:
         for name in over
         if name not in _SECTIONS
     ]
-    ops = over.get("limits", {}).get("ops", {}) if isinstance(over.get("limits", {}), dict) else {}
+    problems += [
+        f"section {name!r} is not an object"
+        for name, section in over.items()
+        if name in _SECTIONS and not isinstance(section, dict)
+    ]
+    ops = {} if problems else over.get("limits", {}).get("ops", {})
     for op, figures in ops.items():
+        if not isinstance(figures, dict):
+            problems.append(f"the figures of {op!r} are not an object")
+            continue
         if op not in limits["ops"]:
             problems.append(f"unknown op {op!r}{suggest(op, limits['ops'])}")
             continue

@@ -15,6 +15,7 @@ from npu_backend.runtime.ledger import Ledger, LedgerRow  # noqa: E402
 from npu_backend.runtime.ops import FORMAT_ND, FORMAT_NZ, Ops  # noqa: E402
 from npu_backend.runtime.ranks import FAILED, compare_fingerprints  # noqa: E402
 from npu_backend.runtime.result import PreprocessResult  # noqa: E402
+from npu_backend.runtime.shapes import fixed_shape  # noqa: E402
 from npu_backend.runtime.tombstone import Tombstone, is_tombstone  # noqa: E402
 from npu_backend.runtime.weights import Prepared, Weights  # noqa: E402
 
@@ -34,6 +35,7 @@ __all__ = [
     "Weights",
     "bind",
     "compare_fingerprints",
+    "fixed_shape",
     "is_tombstone",
     "rope_tables",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from npu_backend.runtime.amend import check_copies
 from npu_backend.runtime.cache import LayerCache
 from npu_backend.runtime.dispatch import phase_callables
 from npu_backend.runtime.impl import Unit
+from npu_backend.runtime.shapes import fixed_shape
 from npu_backend.runtime.weights import Prepared
 
 __all__ = ["Callables", "prepare_layer"]
@@ -117,6 +119,9 @@ def _prepare(
     for key, unit in units.items():
         made[key] = unit.prepare()
         plan = check_copies(plan, unit, made[key], weights, others.values())
+
+    for tensor in chain(weights.values(), others.values(), *(m.values() for m in made.values())):
+        fixed_shape(tensor)
 
     def prepared(key: Key, q_absorb: Callable[..., Any] | None = None) -> Prepared:
         unit = units[key]

@@ -41,8 +41,12 @@ def test_a_swapped_weight_is_multiplied_transposed(rand):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
 )
 def test_transposed_matmul_equals_einsum_whatever_the_strides(m, b, k, n, dtype, strided):
     generator = torch.Generator().manual_seed(m * 1000 + b * 100 + k * 10 + n)
@@ -54,9 +58,7 @@ def test_transposed_matmul_equals_einsum_whatever_the_strides(m, b, k, n, dtype,
     out = npu_transpose_batchmatmul(x, w, perm_x1=[1, 0, 2])
     expected = torch.einsum("mbk,bkn->mbn", x.double(), w.double())
     assert out.dtype == dtype
-    torch.testing.assert_close(
-        out.double(), expected, rtol=torch.finfo(dtype).eps, atol=k * 1e-5
-    )
+    torch.testing.assert_close(out.double(), expected, rtol=torch.finfo(dtype).eps, atol=k * 1e-5)
 
 
 def test_the_custom_op_writes_the_sums_and_returns_nothing(rand):

@@ -113,9 +113,12 @@ def relative(a, b):
 def test_the_formulas(call):
     given = call()
     results = mla_preprocess(**given)
-    assert [r is given[n] for r, n in zip(
-        results, ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"), strict=True
-    )] == [True] * 4
+    assert [
+        r is given[n]
+        for r, n in zip(
+            results, ("q_out0", "kv_cache_out0", "q_out1", "kv_cache_out1"), strict=True
+        )
+    ] == [True] * 4
     for name, value in formulas(given).items():
         # 3e-3: one fp32 rounding may move an int8 value of the second quantization by one step.
         assert relative(seen(given)[name], value) < 3e-3, name
@@ -181,8 +184,16 @@ def test_negative_slots_write_nothing(call):
 MUTATIONS = {
     "kv and q swapped": lambda g: {"wdqkv": g["wdqkv"].roll(LATENT, 0)},
     "rope rows not reordered": lambda g: {
-        "wdqkv": torch.cat([g["wdqkv"][:LATENT], g["wdqkv"][LATENT:-Q_LORA].view(-1, 2, HIDDEN)
-                            .transpose(0, 1).reshape(ROPE, HIDDEN), g["wdqkv"][-Q_LORA:]])
+        "wdqkv": torch.cat(
+            [
+                g["wdqkv"][:LATENT],
+                g["wdqkv"][LATENT:-Q_LORA]
+                .view(-1, 2, HIDDEN)
+                .transpose(0, 1)
+                .reshape(ROPE, HIDDEN),
+                g["wdqkv"][-Q_LORA:],
+            ]
+        )
     },
     "slots off by one": lambda g: {"slotmapping": g["slotmapping"] + 1},
     "offset forgotten": lambda g: {"quant_offset0": torch.zeros(1, dtype=torch.int8)},

@@ -65,8 +65,18 @@ def formulas(x, dq, uq, uk, dkv, gamma_q, gamma_kv, positions=POSITIONS):
 
 def expected_of(given):
     return formulas(
-        *(given[n] for n in ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr",
-                             "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv"))
+        *(
+            given[n]
+            for n in (
+                "token_x",
+                "weight_dq",
+                "weight_uq_qr",
+                "weight_uk",
+                "weight_dkv_kr",
+                "rmsnorm_gamma_cq",
+                "rmsnorm_gamma_ckv",
+            )
+        )
     )
 
 
@@ -91,7 +101,11 @@ def test_mode_0_gives_the_formulas(inputs):
         assert relative(value, expected[name]) < 1e-5, name
     assert relative(results[3], expected["query_norm"]) < 1e-5
     assert [tuple(r.shape) for r in results] == [
-        (3, HEADS, LATENT), (3, HEADS, ROPE), (0,), (3, Q_LORA), (0,)
+        (3, HEADS, LATENT),
+        (3, HEADS, ROPE),
+        (0,),
+        (3, Q_LORA),
+        (0,),
     ]
     untouched = [s for s in range(BLOCKS * BLOCK) if s not in SLOTS]
     assert given["kv_cache"].view(-1, LATENT)[untouched].isnan().all()
@@ -134,8 +148,11 @@ def test_nz_and_plain_caches_hold_the_same_values(inputs):
     npu_mla_prolog_v3(**plain)
     npu_mla_prolog_v3(**nz, cache_mode="PA_NZ")
     for name, width in (("kv_cache", LATENT), ("kr_cache", ROPE)):
-        back = nz[name].view(BLOCKS, width // 16, BLOCK, 16).transpose(1, 2).reshape(
-            BLOCKS, BLOCK, 1, width
+        back = (
+            nz[name]
+            .view(BLOCKS, width // 16, BLOCK, 16)
+            .transpose(1, 2)
+            .reshape(BLOCKS, BLOCK, 1, width)
         )
         assert torch.equal(back.nan_to_num(9.0), plain[name].nan_to_num(9.0))
 
@@ -199,28 +216,39 @@ def test_smooth_scales_are_multiplied_in_before_the_quantization(inputs):
 
 
 MUTATIONS = {
-    "q and kv weights swapped": lambda g: g | {
-        "weight_dq": g["weight_dkv_kr"][:, :Q_LORA].contiguous()
-    },
-    "rope before nope": lambda g: g | {
-        "weight_uq_qr": g["weight_uq_qr"].view(Q_LORA, HEADS, -1).roll(ROPE, -1).reshape(Q_LORA, -1)
-    },
-    "weights in half layout already": lambda g: g | {
-        "weight_dkv_kr": torch.cat(
-            [g["weight_dkv_kr"][:, :LATENT], g["weight_dkv_kr"][:, LATENT::2],
-             g["weight_dkv_kr"][:, LATENT + 1 :: 2]], -1
-        )
-    },
-    "cos and sin swapped": lambda g: g | {
-        "rope_sin": g["rope_cos"], "rope_cos": g["rope_sin"]
-    },
-    "positions off by one": lambda g: g | {
-        "rope_sin": g["rope_sin"].roll(1, 0), "rope_cos": g["rope_cos"].roll(1, 0)
-    },
+    "q and kv weights swapped": lambda g: (
+        g | {"weight_dq": g["weight_dkv_kr"][:, :Q_LORA].contiguous()}
+    ),
+    "rope before nope": lambda g: (
+        g
+        | {
+            "weight_uq_qr": g["weight_uq_qr"]
+            .view(Q_LORA, HEADS, -1)
+            .roll(ROPE, -1)
+            .reshape(Q_LORA, -1)
+        }
+    ),
+    "weights in half layout already": lambda g: (
+        g
+        | {
+            "weight_dkv_kr": torch.cat(
+                [
+                    g["weight_dkv_kr"][:, :LATENT],
+                    g["weight_dkv_kr"][:, LATENT::2],
+                    g["weight_dkv_kr"][:, LATENT + 1 :: 2],
+                ],
+                -1,
+            )
+        }
+    ),
+    "cos and sin swapped": lambda g: g | {"rope_sin": g["rope_cos"], "rope_cos": g["rope_sin"]},
+    "positions off by one": lambda g: (
+        g | {"rope_sin": g["rope_sin"].roll(1, 0), "rope_cos": g["rope_cos"].roll(1, 0)}
+    ),
     "slots off by one": lambda g: g | {"cache_index": g["cache_index"] + 1},
-    "gammas swapped": lambda g: g | {
-        "rmsnorm_gamma_cq": g["rmsnorm_gamma_ckv"], "rmsnorm_gamma_ckv": g["rmsnorm_gamma_cq"]
-    },
+    "gammas swapped": lambda g: (
+        g | {"rmsnorm_gamma_cq": g["rmsnorm_gamma_ckv"], "rmsnorm_gamma_ckv": g["rmsnorm_gamma_cq"]}
+    ),
     "heads swapped": lambda g: g | {"weight_uk": g["weight_uk"].flip(0)},
     "caches of another call": lambda g: g | {"kv_cache": torch.zeros_like(g["kv_cache"])},
 }
@@ -238,8 +266,10 @@ def test_wrong_wiring_is_seen(inputs, mutation):
     assert max(errors.values()) > 2e-2, errors
 
 
-@pytest.mark.parametrize("name", ["dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr",
-                                  "dequant_scale_w_dkv_kr"])
+@pytest.mark.parametrize(
+    "name",
+    ["dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr"],
+)
 def test_a_missing_or_stale_scale_is_seen(inputs, name):
     given, exact = quantized_inputs(inputs, 2)
     with pytest.raises(ValueError, match=name):

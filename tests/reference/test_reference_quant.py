@@ -59,9 +59,7 @@ def test_quant_matmul_by_hand():
     x2 = torch.tensor([[5, 6, 7], [8, 9, -10]], dtype=torch.int8)
     scale, by_token = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 0.1])
     bias = torch.tensor([10, 20, 30], dtype=torch.int32)
-    out = npu_quant_matmul(
-        x1, x2, scale, pertoken_scale=by_token, bias=bias, output_dtype=FLOAT
-    )
+    out = npu_quant_matmul(x1, x2, scale, pertoken_scale=by_token, bias=bias, output_dtype=FLOAT)
     # row 0: 5-16, 6-18, 7+20; row 1: 15+800, 18+900, 21-1000
     expected = [
         [(-11 + 10) * 0.5, (-12 + 20) * 1.0, (27 + 30) * 2.0],
@@ -110,8 +108,12 @@ def test_products_equal_integer_sums(rand_int8):
 
 @pytest.mark.parametrize(
     ("kwargs", "word"),
-    [({"x1_dtype": 1}, "x1_dtype"), ({"y_scale": torch.ones(1)}, "y_scale"),
-     ({"group_sizes": [1, 1, 32]}, "group_sizes"), ({"output_dtype": 99}, "99")],
+    [
+        ({"x1_dtype": 1}, "x1_dtype"),
+        ({"y_scale": torch.ones(1)}, "y_scale"),
+        ({"group_sizes": [1, 1, 32]}, "group_sizes"),
+        ({"output_dtype": 99}, "99"),
+    ],
 )
 def test_quant_matmul_names_what_is_not_there(kwargs, word):
     x = torch.ones(1, 1, dtype=torch.int8)

@@ -129,7 +129,9 @@ def test_paged_caches_are_written_at_the_slots_and_nowhere_else(rand, angles, mo
     assert k.view(12, -1)[untouched].isnan().all()
 
 
-@pytest.mark.parametrize(("width", "dtype", "inner"), [(32, torch.float32, 16), (64, torch.int8, 32)])
+@pytest.mark.parametrize(
+    ("width", "dtype", "inner"), [(32, torch.float32, 16), (64, torch.int8, 32)]
+)
 def test_nz_order_is_column_blocks_then_rows(width, dtype, inner):
     slots, rows = [7, 2], torch.arange(2 * width).view(2, width).to(dtype)
     cache = torch.zeros(3, 4, 1, width, dtype=dtype)

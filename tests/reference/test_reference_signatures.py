@@ -61,10 +61,7 @@ def arguments_of(schema: str) -> list[tuple[str, bool, bool]]:
 @pytest.mark.parametrize("op", sorted(reference.REFERENCES))
 def test_a_reference_has_the_parameters_of_its_op(op):
     parameters = inspect.signature(reference.REFERENCES[op]).parameters.values()
-    mine = [
-        (p.name, p.kind is p.KEYWORD_ONLY, p.default is not p.empty)
-        for p in parameters
-    ]
+    mine = [(p.name, p.kind is p.KEYWORD_ONLY, p.default is not p.empty) for p in parameters]
     assert mine == arguments_of(schema_of(op))
 
 

@@ -1,4 +1,4 @@
-"""The stand-in libraries: built once per content, never half, with an error that says what to do."""
+"""The stand-in libraries: built once per content, never half, with errors that help."""
 
 from __future__ import annotations
 

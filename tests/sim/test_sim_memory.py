@@ -159,7 +159,7 @@ def test_a_copy_from_memory_that_is_not_the_devices_fails(npu_sim) -> None:
 def test_what_is_not_simulated_fails_by_name(npu_sim, npu_device) -> None:
     import torch
 
-    with pytest.raises(RuntimeError, match="not simulated|not in libopapi"):
+    with pytest.raises(RuntimeError, match=r"not simulated|not in libopapi"):
         torch.ops.npu.npu_swiglu(torch.ones(2, 4, device=npu_device))
     first, second = (torch.npu.Event(enable_timing=True) for _ in range(2))
     first.record()

@@ -40,7 +40,8 @@ def test_start_brings_up_the_chip_cann_and_memory_asked_for(run_python) -> None:
         "import os, torch, torch_npu\n"
         "assert sim.start() is s is sim.current()\n"
         "assert sim.start(soc='Ascend910B3', memory=1 << 30) is s\n"
-        "print(torch.npu.get_device_name(), torch.npu.device_count(), torch.npu.mem_get_info()[1],\n"
+        "print(torch.npu.get_device_name(), torch.npu.device_count(),\n"
+        "      torch.npu.mem_get_info()[1],\n"
         "      torch_npu.npu.utils.get_cann_version(), torch_npu.npu.utils.get_soc_version(),\n"
         "      (torch.ones(3, device='npu:1') + 1).device, s.refused_calls(),\n"
         "      os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'])"
@@ -102,7 +103,8 @@ def test_other_settings_in_the_same_process_are_refused(run_python) -> None:
 def test_a_foreign_libascendcl_is_named(run_python, tmp_path: Path) -> None:
     foreign = tmp_path / "libascendcl.so"
     shutil.copy(build_standins().others[0], foreign)
-    load = f"import ctypes\nctypes.CDLL({str(build_standins().main)!r})\nctypes.CDLL({str(foreign)!r})\n"
+    main = build_standins().main
+    load = f"import ctypes\nctypes.CDLL({str(main)!r})\nctypes.CDLL({str(foreign)!r})\n"
     done = run_python(load + START + REPORT.format(""))
     assert "another libascendcl is already loaded" in done.stdout, done.stderr
     assert str(foreign) in done.stdout

@@ -143,6 +143,8 @@ def _reference(
     run: _Run, weights: LayerWeights, scenario: Scenario, hidden: list[torch.Tensor]
 ) -> MlaReference:
     layer = run.plan.layer
+    if not scenario.tracks:
+        return MlaReference(outputs=(), latents=(), keys=())
     return mla_reference(
         shape_of(layer, run.plan.deployment.attn_tp_size),
         weights.loaded,

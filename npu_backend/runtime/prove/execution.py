@@ -77,9 +77,10 @@ def seeded_sequences(layer: MlaLayer, scenario: Scenario, seed: int) -> list[tor
     """Return normal hidden states of every sequence, ``(length, hidden)`` in the layer's dtype."""
     generator = torch.Generator().manual_seed(seed * 1000 + layer.layer_id + 1)
     dtype = getattr(torch, layer.dtype)
+    # Where only padded rows run there is no sequence, and they still hold something.
+    lengths = [track.length for track in scenario.tracks] or [1]
     return [
-        torch.randn(track.length, layer.hidden_size, generator=generator).to(dtype)
-        for track in scenario.tracks
+        torch.randn(length, layer.hidden_size, generator=generator).to(dtype) for length in lengths
     ]
 
 
@@ -112,7 +113,7 @@ def write_histories(cache: LayerCache, scenario: Scenario, reference: MlaReferen
 def _queries(step: Step, scenario: Scenario, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
     if not step.parts:
         # What padded rows hold is the host's affair; here it is some real rows again.
-        source = torch.cat(list(hidden)) if hidden else torch.zeros(1, 1)
+        source = torch.cat(list(hidden))
         return source[torch.arange(step.rows) % len(source)]
     return torch.cat([hidden[p.track][p.start : p.start + p.count] for p in step.parts])
 
@@ -145,7 +146,8 @@ def _run(
         for tensor in (cache.k_nope, cache.k_rope):
             poison_slots(tensor, slots, layout)
     else:
-        kept = [t[scenario.pad_blocks :].cpu() for t in (cache.k_nope, cache.k_rope)]
+        # clone(): on the CPU, cpu() alone is the cache itself.
+        kept = [t[scenario.pad_blocks :].clone().cpu() for t in (cache.k_nope, cache.k_rope)]
     result = layer.preprocess(
         _queries(step, scenario, hidden).to(device),
         scenario.positions(step).to(device),

@@ -75,7 +75,7 @@ def check_executable(layer: MlaLayer) -> None:
     reasons = [
         f"{name} is {kind}, executed are {', '.join(EXECUTED_QUANTS)}"
         for name, kind in layer.quant
-        if name != "wq_b" and kind not in EXECUTED_QUANTS
+        if kind not in EXECUTED_QUANTS
     ]
     floats = ("bfloat16", "float16", "float32")
     for what, dtype in (("w_kc and w_vc", layer.bmm_dtype), ("the cache", layer.kv_layout.dtype)):
@@ -157,8 +157,10 @@ def seeded_weights(layer: MlaLayer, attn_tp_size: int, *, seed: int = 0) -> Laye
         if kind == "none":
             loaded[name] = _uniform((rows, fan_in), fan_in, dtype, generator)
             continue
-        # A copy: what came out is a view of 64-bit words, and its storage is theirs.
-        loaded[name] = _random_int8((rows, fan_in), generator).clone()
+        # A copy, for what came out is a view of 64-bit words; (out, in) in the strides of a
+        # contiguous (in, out), as hosts leave int8 weights for their matmul.
+        values = _random_int8((rows, fan_in), generator)
+        loaded[name] = _strided_copy(values, (1, rows), torch.int8)
         spread = torch.rand(rows, generator=generator) + 0.5
         scales[name] = spread * (fan_in**-0.5 / _UNIFORM_DEVIATION)
         scale = f"{name}.scale"

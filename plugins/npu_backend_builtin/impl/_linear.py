@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 
 from npu_backend import MlaLayer, PrepareError
-from npu_backend.runtime import Ops
+from npu_backend.runtime import Ops, fixed_shape
 
 __all__ = ["StaticScales", "linear", "linear_ops", "not_executed", "static_scales"]
 
@@ -49,8 +49,8 @@ def static_scales(packed: torch.Tensor) -> StaticScales:
     rows = (packed.numel() - 2) // 2
     flat = packed.reshape(-1)
     return StaticScales(
-        deq_scale=flat[:rows],
-        quant_bias=flat[rows : 2 * rows].view(torch.int32),
+        deq_scale=fixed_shape(flat[:rows]),
+        quant_bias=fixed_shape(flat[rows : 2 * rows].view(torch.int32)),
         input_scale=flat[2 * rows : 2 * rows + 1],
         input_offset=flat[2 * rows + 1 :].view(torch.int32),
     )
@@ -88,9 +88,9 @@ def linear(
             f"executed are {', '.join(EXECUTED)}, quantized ones with bfloat16",
             "run layers of the executed kinds; plan and schemas of the others can be looked at",
         )
-    turned, dtype = weight.t(), torch.bfloat16
+    turned, dtype = fixed_shape(weight.t()), torch.bfloat16
     if kind == "w8a8-dynamic":
-        scale = weights[f"{name}.scale"].reshape(-1)
+        scale = fixed_shape(weights[f"{name}.scale"].reshape(-1))
 
         def dynamic(x: torch.Tensor) -> torch.Tensor:
             values, by_token = ops.npu_dynamic_quant(x)
