@@ -9,13 +9,14 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 import sys
 import types
 
+import pytest
+import torch
+
 import npu_backend_builtin.absorb
 import npu_backend_builtin.mlapo
 import npu_backend_builtin.mlaprolog
 import npu_backend_builtin.role_release
 import npu_backend_builtin.transpose_bmm
-import pytest
-import torch
 from npu_backend import Deployment, Envelope, Indexer, MlaLayer, Offer
 from npu_backend.offers import Answer, PluginInfo
 from npu_backend.planner import plan_model

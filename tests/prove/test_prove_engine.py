@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from npu_backend import Indexer, KvLayout
 from npu_backend.errors import NpuBackendError
 from npu_backend.runtime.prove import prove_layer, prove_model

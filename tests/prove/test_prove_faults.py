@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from attrs import evolve
+
 from npu_backend import Phase
 from npu_backend.runtime.bound import BoundLayer
 from npu_backend.runtime.ledger import Ledger

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from npu_backend.runtime.prove.attention import gather_rows, latent_attention
 from npu_backend.runtime.prove.mla_fp32 import MlaShape, dequantized, mla_reference
 

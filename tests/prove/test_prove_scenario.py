@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from npu_backend import Indexer, KvLayout, Phase
 from npu_backend.runtime.prove.scenario import make_scenario
 from npu_backend.runtime.prove.writer import in_rope_layout, poison_slots, read_slots, write_slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from npu_backend import KvLayout
 from npu_backend.errors import NpuBackendError
 from npu_backend.model.weights import loaded_weights

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_backend.runtime.reference import batch_matmul_transpose, npu_transpose_batchmatmul
+from npu_backend.runtime.reference.numerics import product
 
 
 def by_hand(x, w):
@@ -114,3 +115,10 @@ def test_shapes_and_dtypes_must_fit(rand):
         batch_matmul_transpose(rand(2, 2, 2), rand(2, 2, 2), rand(2, 2, 3))
     with pytest.raises(NotImplementedError, match="quant_mode"):
         batch_matmul_transpose(rand(2, 2, 2), rand(2, 2, 2), rand(2, 2, 2), quant_mode="x")
+
+
+@pytest.mark.parametrize("shape", [(1100, 1100), (3, 600, 700), (1, 1500, 1500)])
+def test_a_large_matrix_is_widened_in_pieces_that_add_up(rand, shape):
+    b = rand(*shape, dtype=torch.bfloat16)
+    a = rand(*shape[:-2], 2, shape[-2], dtype=torch.bfloat16)
+    torch.testing.assert_close(product(a, b), a.float() @ b.float(), rtol=1e-4, atol=1e-3)

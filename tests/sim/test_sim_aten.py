@@ -100,6 +100,11 @@ def test_random_numbers_follow_the_generator(npu_device) -> None:
         for _ in range(2)
     ]
     assert torch.equal(*own)
+    state = torch.npu.get_rng_state()
+    third = torch.rand(3, device=npu_device)
+    assert not torch.equal(torch.rand(3, device=npu_device), third)
+    torch.npu.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=npu_device), third)
 
 
 def test_tensors_of_host_and_device_do_not_mix(npu_device) -> None:
@@ -139,7 +144,7 @@ def test_save_load_deepcopy(npu_device) -> None:
         "other @ w",
         "torch.ops.npu.npu_format_cast(w, 29)",
         "torch.ops.npu.npu_rms_norm(other, row)",
-        "torch.ops.npu.npu_transpose_batchmatmul(batch, batch)",
+        "torch.ops.npu.npu_interleave_rope(rope, rope, rope)",
     ],
 )
 def test_a_kernel_that_touches_released_memory_raises(npu_device, touch: str) -> None:
@@ -147,7 +152,7 @@ def test_a_kernel_that_touches_released_memory_raises(npu_device, touch: str) ->
 
     w = torch.ones(128, 128, dtype=torch.bfloat16, device=npu_device)
     names = {"torch": torch, "other": torch.ones_like(w)}
-    names.update(w=w, row=w[0], scalar=w[0, 0], batch=w[None], turned=w.t())
+    names.update(w=w, row=w[0], scalar=w[0, 0], turned=w.t(), rope=w.view(256, 1, 1, 64))
     w.untyped_storage().resize_(0)
     with pytest.raises(StorageReleasedError) as caught:
         eval(touch, names)

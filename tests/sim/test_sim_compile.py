@@ -16,6 +16,7 @@ def _fresh(npu_sim):
     torch._dynamo.reset()
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_transpose_batchmatmul_compiles_without_a_break_for_every_row_count(
     npu_device, backend: str
@@ -30,10 +31,10 @@ def test_transpose_batchmatmul_compiles_without_a_break_for_every_row_count(
         return out.flatten(1) * 2
 
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=True)
-    w = torch.randn(4, 64, 32, device=npu_device)
+    w = torch.randn(4, 128, 256, device=npu_device)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (2, 3, 17):
-            x = torch.randn(rows, 4, 64, device=npu_device)
+            x = torch.randn(rows, 4, 128, device=npu_device)
             assert torch.equal(compiled(x, w), call(x, w))
 
 
@@ -53,6 +54,7 @@ def test_batch_matmul_transpose_compiles(npu_device, backend: str) -> None:
         assert torch.equal(compiled(a, b), call(a, b))
 
 
+@pytest.mark.needs_line("7.3")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mla_prolog_v3_compiles_and_writes_its_caches(npu_device, backend: str) -> None:
     import torch
@@ -124,6 +126,7 @@ def test_mla_preprocess_is_one_graph_on_the_eager_backend(npu_device) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_released_weight_raises_in_a_compiled_graph(npu_device, backend: str) -> None:
     import torch
@@ -133,8 +136,8 @@ def test_a_released_weight_raises_in_a_compiled_graph(npu_device, backend: str) 
         return torch_npu.npu_transpose_batchmatmul(x, w, perm_x1=(1, 0, 2))
 
     compiled = torch.compile(call, backend=backend, fullgraph=True)
-    x = torch.randn(2, 4, 64, device=npu_device)
-    w = torch.randn(4, 64, 32, device=npu_device)
+    x = torch.randn(2, 4, 128, device=npu_device)
+    w = torch.randn(4, 128, 256, device=npu_device)
     compiled(x, w)
     w.untyped_storage().resize_(0)
     with pytest.raises(Exception, match="touches released memory"):

@@ -43,6 +43,7 @@ def close(actual, expected, tolerance=0.02):
     )
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("perm", [(1, 0, 2), (0, 1, 2), None])
 @pytest.mark.parametrize("strided", [False, True])
@@ -51,18 +52,19 @@ def test_transpose_batchmatmul(npu_device, dtype, perm, strided) -> None:
     import torch_npu
 
     kind = getattr(torch, dtype)
-    x = torch.randn(5, 3, 64).to(kind)  # (M, B, K)
-    w = torch.randn(3, 32, 64).to(kind).transpose(1, 2) if strided else torch.randn(3, 64, 32)
+    x = torch.randn(5, 3, 128).to(kind)  # (M, B, K)
+    w = torch.randn(3, 256, 128).transpose(1, 2) if strided else torch.randn(3, 128, 256)
     w = w.to(kind)
     given = x if perm == (1, 0, 2) else x.transpose(0, 1)
     out = torch_npu.npu_transpose_batchmatmul(
         given.to(npu_device), w.to(npu_device), perm_x1=perm, perm_x2=(0, 1, 2), perm_y=(1, 0, 2)
     )
-    assert (out.shape, out.dtype, out.device) == ((5, 3, 32), kind, npu_device)
+    assert (out.shape, out.dtype, out.device) == ((5, 3, 256), kind, npu_device)
     assert out.is_contiguous()
     close(out, torch.einsum("mbk,bkn->mbn", x.double(), w.double()))
 
 
+@pytest.mark.needs_line("7.1")
 def test_transpose_batchmatmul_gaps_are_loud(npu_device) -> None:
     import torch
     import torch_npu
@@ -83,29 +85,32 @@ def refused(x1, x2, match):
         torch_npu.npu_transpose_batchmatmul(x1, x2, perm_x1=(1, 0, 2))
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.npu(cann="9.0.0", soc="Ascend910_9391")
 def test_the_kernel_refuses_65536_at_cann_9_0(npu_device) -> None:
     import torch
 
-    w = torch.zeros(128, 512, 16, dtype=torch.bfloat16, device=npu_device)
+    w = torch.zeros(128, 512, 128, dtype=torch.bfloat16, device=npu_device)
     refused(torch.zeros(1, 128, 512, dtype=torch.bfloat16, device=npu_device), w, r"B\*K = 65536")
     nz = torch.ops.npu.npu_format_cast(w[:8].contiguous(), 29)
     x = torch.zeros(1, 8, 512, dtype=torch.bfloat16, device=npu_device)
-    refused(x, nz, "a FRACTAL_NZ weight is not supported")
+    refused(x, nz, "weight is not supported")
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.npu(cann="9.0.0", soc="Ascend910_9391")
 def test_the_explicit_transpose_serves_the_refused_shape_at_cann_9_0(npu_device) -> None:
     import torch
     import torch_npu
 
-    w = torch.ones(128, 512, 16, dtype=torch.bfloat16, device=npu_device)
+    w = torch.ones(128, 512, 128, dtype=torch.bfloat16, device=npu_device)
     x = torch.ones(3, 128, 512, dtype=torch.bfloat16, device=npu_device)
     out = torch_npu.npu_transpose_batchmatmul(x.transpose(0, 1), w, perm_x1=(0, 1, 2))
-    assert out.shape == (3, 128, 16)
+    assert out.shape == (3, 128, 128)
     assert out.unique().tolist() == [512]
 
 
+@pytest.mark.needs_line("7.1")
 @pytest.mark.npu(cann="9.0.0", soc="Ascend910_9391")
 def test_fake_kernels_check_no_sizes_so_a_compiled_call_fails_in_the_kernel(npu_device) -> None:
     import torch
@@ -116,16 +121,18 @@ def test_fake_kernels_check_no_sizes_so_a_compiled_call_fails_in_the_kernel(npu_
         backend="eager",
         fullgraph=True,
     )
-    w = torch.zeros(128, 512, 16, dtype=torch.bfloat16, device=npu_device)
+    w = torch.zeros(128, 512, 128, dtype=torch.bfloat16, device=npu_device)
     with pytest.raises(RuntimeError, match="65536"):
         call(torch.zeros(1, 128, 512, dtype=torch.bfloat16, device=npu_device), w)
 
 
+@pytest.mark.npu(cann="9.2.0")
+@pytest.mark.needs_line("26.1")
 def test_at_cann_9_2_the_same_shape_is_legal(npu_device) -> None:
     import torch
     import torch_npu
 
-    w = torch.ones(128, 512, 16, dtype=torch.bfloat16, device=npu_device)
+    w = torch.ones(128, 512, 128, dtype=torch.bfloat16, device=npu_device)
     x = torch.ones(1, 128, 512, dtype=torch.bfloat16, device=npu_device)
     assert torch_npu.npu_transpose_batchmatmul(x, w, perm_x1=(1, 0, 2)).unique().item() == 512
 
@@ -372,6 +379,7 @@ def prolog_call(npu_device, given, mode, op=None, **options):
     return out, caches
 
 
+@pytest.mark.needs_line("7.3")
 @pytest.mark.parametrize(("mode", "tolerance"), [(0, 0.05), (1, 0.1), (2, 0.15)])
 def test_mla_prolog_v3(npu_device, mode: int, tolerance: float) -> None:
     import torch
@@ -399,6 +407,7 @@ def test_mla_prolog_v3(npu_device, mode: int, tolerance: float) -> None:
         assert int((cache.cpu().view(32, -1).abs().sum(-1) > 0).sum()) == 3
 
 
+@pytest.mark.needs_line("7.3")
 def test_mla_prolog_v3_functional_leaves_its_caches_alone(npu_device) -> None:
     import torch
 
@@ -413,6 +422,7 @@ def test_mla_prolog_v3_functional_leaves_its_caches_alone(npu_device) -> None:
     assert torch.equal(out[6], written[1])
 
 
+@pytest.mark.needs_line("7.3")
 @pytest.mark.parametrize(("version", "results"), [("", 4), ("_v2", 5)])
 def test_older_prologs_agree_with_the_third(npu_device, version: str, results: int) -> None:
     import torch
@@ -447,6 +457,7 @@ def test_older_prologs_agree_with_the_third(npu_device, version: str, results: i
     assert torch.equal(kr, expected_caches[1])
 
 
+@pytest.mark.needs_line("7.3")
 def test_mla_prolog_gaps_are_loud_and_refusals_the_devices(npu_device) -> None:
     given = prolog_inputs(0)
     with pytest.raises(NotSimulatedError, match="cache_mode PA_BLK_BSND"):
@@ -552,11 +563,12 @@ def test_dynamic_quant(npu_device) -> None:
     assert (restored - x.float()).abs().max() <= expected.max() * 0.501
     out, scale = torch_npu.npu_dynamic_quant(x.to(npu_device), smooth_scales=smooth.to(npu_device))
     torch.testing.assert_close(scale.cpu(), (x.float() * smooth.float()).abs().amax(-1) / 127)
-    with pytest.raises(NotSimulatedError, match="quant_mode perchannel"):
-        torch_npu.npu_dynamic_quant(x.to(npu_device), quant_mode="perchannel")
+    with pytest.raises(NotSimulatedError, match="dst_type"):
+        torch_npu.npu_dynamic_quant(x.to(npu_device), dst_type=torch.int32)
 
 
 @pytest.mark.npu(soc="A5")
+@pytest.mark.needs_line("26.0")
 def test_dynamic_mx_quant_on_a5(npu_device) -> None:
     import torch
     import torch_npu
@@ -583,6 +595,7 @@ def test_dynamic_mx_quant_on_a5(npu_device) -> None:
 
 
 @pytest.mark.npu(soc="A5")
+@pytest.mark.needs_line("26.0")
 def test_mla_prolog_mode_3_is_legal_on_a5_but_not_simulated(npu_device) -> None:
     with pytest.raises(OpRejectedError, match="weight_quant_mode 3 supports dtype float8_e4m3fn"):
         prolog_call(npu_device, prolog_inputs(0), 3)
@@ -623,6 +636,7 @@ def test_quantize(npu_device, div_mode: bool) -> None:
     assert torch.equal(out.cpu(), expected.round().clamp(-128, 127).to(torch.int8))
 
 
+@pytest.mark.needs_line("7.2")
 def test_shapes_and_dtypes_are_those_of_torch_npus_own_fake_kernels(npu_device) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -631,12 +645,12 @@ def test_shapes_and_dtypes_are_those_of_torch_npus_own_fake_kernels(npu_device) 
     cos = torch.ones(4, 1, 1, ROPE, dtype=kind)
     int8 = torch.ones(16, 32, dtype=torch.int8)
     calls = {
-        "npu_transpose_batchmatmul": ((torch.ones(2, 3, 16), torch.ones(2, 16, 16)), {}),
+        "npu_transpose_batchmatmul": ((torch.ones(2, 3, 128), torch.ones(2, 128, 128)), {}),
         "npu_rms_norm": ((torch.ones(4, 8, dtype=kind), torch.ones(8, dtype=kind)), {}),
         "npu_interleave_rope": ((torch.ones(4, 2, 1, ROPE, dtype=kind), cos, cos), {}),
         "npu_dynamic_quant": ((torch.ones(4, 8, dtype=kind),), {}),
-        "npu_quantize": ((torch.ones(4, 8), torch.ones(8), None, 12, -1, False), {}),
-        "npu_quant_matmul": ((int8, int8.t(), torch.ones(16)), {"output_dtype": 15}),
+        "npu_quantize": ((torch.ones(4, 8), torch.ones(8), None, torch.qint8, -1, False), {}),
+        "npu_quant_matmul": ((int8, int8.t(), torch.ones(16)), {"output_dtype": torch.bfloat16}),
         "npu_kv_rmsnorm_rope_cache_v2": (
             (
                 torch.ones(4, 1, 1, KV + ROPE, dtype=kind),

@@ -89,8 +89,11 @@ def test_an_allocation_that_just_fits_succeeds(npu_device, npu_sim) -> None:
 def test_one_byte_short_is_torch_npus_own_out_of_memory_error(npu_device, npu_sim) -> None:
     import torch
 
-    with pytest.raises(torch.OutOfMemoryError, match=r"NPU out of memory\. Tried to allocate"):
+    # torch_npu's own text; its own class, which older lines do not give it yet.
+    with pytest.raises(RuntimeError, match=r"NPU out of memory\. Tried to allocate") as caught:
         torch.empty(62 * MIB, dtype=torch.int8, device=npu_device)
+    if torch.__version__ >= "2.13":
+        assert type(caught.value) is torch.OutOfMemoryError
     assert npu_sim.used_bytes() == 0
     # The device lives on.
     assert torch.ones(3, device=npu_device).sum().item() == 3
@@ -101,7 +104,7 @@ def test_releasing_a_weight_makes_room_for_the_next(npu_device) -> None:
     import torch
 
     weight = torch.empty(40 * MIB, dtype=torch.int8, device=npu_device)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="NPU out of memory"):
         torch.empty(40 * MIB, dtype=torch.int8, device=npu_device)
     weight.untyped_storage().resize_(0)
     assert torch.empty(40 * MIB, dtype=torch.int8, device=npu_device).numel() == 40 * MIB
@@ -116,16 +119,16 @@ def test_expandable_segments_use_physical_blocks(run_python, torch_npu_installed
         "print(a[-1].item() == (20 << 20) - 1, s.used_bytes() >= 80 << 20)\n"
         "try:\n"
         "    torch.empty(40 << 20, dtype=torch.int8, device='npu')\n"
-        "except torch.OutOfMemoryError as err:\n"
-        "    print('OOM')\n"
+        "except RuntimeError as err:\n"
+        "    print('NPU out of memory' in str(err))\n"
         "del a; gc.collect(); torch.npu.empty_cache()\n"
         "print(s.used_bytes(), torch.ones(2, device='npu').sum().item())\n",
         PYTORCH_NPU_ALLOC_CONF="expandable_segments:True",
     )
     lines = done.stdout.splitlines()
     assert lines[0] == "True True", done.stderr
-    assert lines[1] == "OOM"
-    assert lines[2].endswith(" 2.0")
+    assert lines[-2] == "True"
+    assert lines[-1].endswith(" 2.0")
 
 
 @pytest.mark.npu(devices=2)

@@ -174,18 +174,17 @@ class RunResult:
 
     @property
     def planned_bytes(self) -> int:
-        """Bytes that the amended plans said would be freed."""
-        return sum(int(layer.ledger["planned"]) for layer in self.layers if layer.ledger)
+        """Bytes that the plans said would be freed, of the layers that came to their release."""
+        return self._bytes("planned")
 
     @property
     def freed_bytes(self) -> int:
         """Bytes that were freed, by the proofs' own count."""
-        return sum(
-            int(p.figures.get("freed", 0))
-            for layer in self.layers
-            for p in layer.proofs
-            if p.name == "bytes"
-        )
+        return self._bytes("freed")
+
+    def _bytes(self, figure: str) -> int:
+        claims = [p for layer in self.layers for p in layer.proofs if p.name == "bytes"]
+        return sum(int(p.figures[figure]) for p in claims)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

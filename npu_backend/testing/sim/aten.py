@@ -6,7 +6,6 @@ resizing stay torch_npu's own, which is the point: its allocator, its statistics
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,19 +62,20 @@ _CROSS_DEVICE = frozenset(
     }
 )
 
-_generators: weakref.WeakKeyDictionary[Any, torch.Generator] = weakref.WeakKeyDictionary()
-
 
 def _host_generator(generator: torch.Generator) -> torch.Generator:
-    """Return the host generator that stands for a device generator, seeded alike."""
+    """Return a host generator for one call, and move the device generator on.
+
+    The device generator's state is a seed and an offset; both choose the host's numbers, so that
+    seeding, saving and restoring the device generator mean what they always do.
+    """
     if generator.device.type != DEVICE_TYPE:
         return generator
-    known = _generators.get(generator)
-    seed = generator.initial_seed()
-    if known is None or known.initial_seed() != seed:
-        known = torch.Generator().manual_seed(seed)
-        _generators[generator] = known
-    return known
+    state = generator.get_state().clone()
+    seed, offset = state.view(torch.int64).tolist()
+    state.view(torch.int64)[1] = offset + 4
+    generator.set_state(state)
+    return torch.Generator().manual_seed((seed * 1_000_003 + offset) % (1 << 63))
 
 
 class _Call:
@@ -160,6 +160,12 @@ def _current_device() -> torch.device:
     return torch.device(DEVICE_TYPE, torch.get_device_module(DEVICE_TYPE).current_device())
 
 
+def _default_generator(device: torch.device | None) -> torch.Generator:
+    index = (device or _current_device()).index
+    generator: torch.Generator = torch.get_device_module(DEVICE_TYPE).default_generators[index]
+    return generator
+
+
 def _writes_out(op: Any) -> frozenset[str]:
     return frozenset(a.name for a in op._schema.arguments if a.is_out)
 
@@ -167,12 +173,15 @@ def _writes_out(op: Any) -> frozenset[str]:
 def _generic(op: Any, name: str) -> Callable[..., Any]:
     outs = _writes_out(op)
     cross_device = op._schema.name.split("::")[1] in _CROSS_DEVICE
+    random = any(a.name == "generator" for a in op._schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = _Call(name, cross_device)
         host_args = call.to_host(args)
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
         call.check_devices()
+        if random and host_kwargs.get("generator") is None:
+            host_kwargs["generator"] = _host_generator(_default_generator(call.device))
         try:
             result = op(*host_args, **host_kwargs)
         except RuntimeError as err:

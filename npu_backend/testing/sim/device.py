@@ -168,6 +168,8 @@ def _load(standins: Standins, settings: Settings) -> Any:
 def _import_torch_npu() -> Any:
     # Children inherit this: their plain `import torch` must not look for a device.
     os.environ[_AUTOLOAD] = "0"
+    # Launch on the calling thread, so that what is not simulated raises where it was called.
+    os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         # torch_npu warns about files of a CANN installation, and prints to standard output.
         warnings.simplefilter("ignore")

@@ -22,6 +22,12 @@
         return NULL;           \
     }
 
+#define NOTHING(name)         \
+    EXPORT status name(void)  \
+    {                         \
+        return OK;            \
+    }
+
 /* Constructors and void members of C++ classes cannot report an error: they end the process. */
 #define FATAL(name)                                                                         \
     EXPORT void name(void)                                                                  \
@@ -38,7 +44,6 @@
 REFUSED(HcclAllGather)
 REFUSED(HcclAllReduce)
 REFUSED(HcclBroadcast)
-REFUSED(HcclCommDestroy)
 REFUSED(HcclCommInitAll)
 REFUSED(HcclCommInitRootInfo)
 REFUSED(HcclGetRootInfo)
@@ -56,8 +61,6 @@ REFUSED(MsprofReportCompactInfo)
 REFUSED_HANDLE(aclCreateDataBuffer)
 REFUSED_HANDLE(aclCreateTensorDesc)
 REFUSED_HANDLE(aclopCreateAttr)
-REFUSED(aclDestroyDataBuffer)
-REFUSED(aclDestroyTensorDesc)
 REFUSED(aclGetTensorDescDimV2)
 REFUSED(aclGetTensorDescFormat)
 REFUSED_HANDLE(aclGetTensorDescNumDims)
@@ -67,7 +70,6 @@ REFUSED(aclSetTensorFormat)
 REFUSED(aclSetTensorPlaceMent)
 REFUSED(aclSetTensorShape)
 REFUSED(aclopCompileAndExecute)
-REFUSED(aclopDestroyAttr)
 REFUSED(aclopSetAttrBool)
 REFUSED(aclopSetAttrDataType)
 REFUSED(aclopSetAttrFloat)
@@ -99,7 +101,6 @@ REFUSED(rtKernelLaunch)
 
 /* Ascend Transformer Boost */
 REFUSED(_ZN3atb13CreateContextEPPNS_7ContextE)
-REFUSED(_ZN3atb14DestroyContextEPNS_7ContextE)
 REFUSED(_ZN3atb15CreateOperationINS_5infer11LinearParamEEEiRKT_PPNS_9OperationE)
 REFUSED(_ZN3atb15CreateOperationINS_5infer12ElewiseParamEEEiRKT_PPNS_9OperationE)
 REFUSED(_ZN3atb15CreateOperationINS_5infer12RmsNormParamEEEiRKT_PPNS_9OperationE)
@@ -108,8 +109,16 @@ REFUSED(_ZN3atb15CreateOperationINS_5infer18SelfAttentionParamEEEiRKT_PPNS_9Oper
 REFUSED(_ZN3atb15CreateOperationINS_5infer19PagedAttentionParamEEEiRKT_PPNS_9OperationE)
 REFUSED(_ZN3atb15CreateOperationINS_5infer20ReshapeAndCacheParamEEEiRKT_PPNS_9OperationE)
 REFUSED(_ZN3atb15CreateOperationINS_5infer9RopeParamEEEiRKT_PPNS_9OperationE)
-REFUSED(_ZN3atb16DestroyOperationEPNS_9OperationE)
 REFUSED_HANDLE(_ZN3atb5Utils13GetTensorSizeERKNS_6TensorE)
+
+/* Nothing is ever made, so nothing is left to destroy; an error here would end the process,
+ * because torch_npu destroys from destructors. */
+NOTHING(HcclCommDestroy)
+NOTHING(aclDestroyDataBuffer)
+NOTHING(aclDestroyTensorDesc)
+NOTHING(aclopDestroyAttr)
+NOTHING(_ZN3atb14DestroyContextEPNS_7ContextE)
+NOTHING(_ZN3atb16DestroyOperationEPNS_9OperationE)
 
 /* graph engine nodes */
 FATAL(_ZN2ge8OperatorC2EPKcS2_)

@@ -173,6 +173,12 @@ def npu_quantize(
     return to_device(result.round().clamp(*_BOUNDS[target]).to(target), x)
 
 
+def npu_dtype_cast(x: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """The cast behind ``Tensor.to`` on lines up to 26.1."""
+    op = "npu_dtype_cast"
+    return to_device(host(x, op).to(dtype_of(dtype, x.dtype, op)), x)
+
+
 def npu_format_cast(
     x: torch.Tensor,
     acl_format: int,
@@ -207,6 +213,10 @@ def _format_cast_fake(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
 
 
 KERNELS = {
+    "npu_dtype_cast": npu_dtype_cast,
+    "_npu_dtype_cast": npu_dtype_cast,
+    "npu_dtype_cast_backward": npu_dtype_cast,
+    "_npu_dtype_cast_backward": npu_dtype_cast,
     "npu_dynamic_quant": npu_dynamic_quant,
     "npu_dynamic_mx_quant": npu_dynamic_mx_quant,
     "npu_quant_matmul": npu_quant_matmul,
