@@ -37,6 +37,7 @@ LAYERS = {
     "small blocks": {"kv_layout": KvLayout(block_size=16)},
     "q_proj": {"q_lora_rank": None, "indexer": Indexer("none")},
     "no rope": {"use_rope": False},
+    "no rope part": {"qk_rope_head_dim": 0},
     "mtp": {"is_nextn": True, "layer_id": 7},
     "w_vc strided": {"w_vc_layout": "strided"},
     "w_kc contiguous": {"w_kc_layout": "contiguous"},

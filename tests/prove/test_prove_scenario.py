@@ -79,7 +79,7 @@ def test_without_extend_nothing_fills_the_cache_but_the_writer(tiny, plan_of):
 
 def test_fill_steps_keep_to_the_bound_of_extend(tiny, plan_of):
     plan = plan_of(tiny(), role="null", max_tokens={"extend": 50}).layers[0]
-    fill = make_scenario(plan, rows=(1, 5)).fill
+    fill = make_scenario(plan, rows=(1, 60)).fill
     assert {s.rows for s in fill[:-1]} == {50}
     assert fill[-1].rows <= 50
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 import npu_backend.runtime as runtime  # before torch: it decides how torch is imported
-import torch
 from npu_backend import Answer, Deployment, Envelope, MlaLayer, Offer, Phase, Release
 from npu_backend.offers import PluginInfo
 from npu_backend.plan import LayerPlan

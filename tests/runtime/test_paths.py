@@ -6,22 +6,23 @@ import pytest
 import torch
 
 from npu_backend import Indexer, KvLayout, Phase, PrepareError
+from npu_backend.model.weights import loaded_weights
 from npu_backend.runtime.prove.attention import latent_attention
 from npu_backend.runtime.prove.mla_fp32 import MlaShape, mla_reference
 from npu_backend.runtime.prove.seeded import seeded_weights
 from npu_backend.runtime.prove.writer import in_rope_layout, read_slots
 
-LENGTH = 9
-FIRST = 6
-"""Tokens 0..5 are extended, 6..8 decoded: the outputs asked of the reference are those of decode."""
+LENGTH = 20
+FIRST = 17
+"""Tokens 0..16 are extended, 17..19 decoded: the outputs asked of the reference are those of decode."""
 BLOCK = 16
-# Block 2 then 0: tokens do not lie in a row in memory.
+# Blocks of 16 tokens, 2 then 0: tokens do not lie in a row in memory.
 TABLE = torch.tensor([[2, 0]])
 
 
-def _slots():
+def _slots(block):
     tokens = torch.arange(LENGTH)
-    return TABLE[0][tokens // BLOCK] * BLOCK + tokens % BLOCK
+    return TABLE[0][tokens // block] * block + tokens % block
 
 
 def _error(found, expected):
@@ -39,7 +40,7 @@ def _run(h, layer, requests=(), tolerance=1e-2, phase=Phase.DECODE, **deployment
     bound.prepare()
     dtype = getattr(torch, layer.dtype)
     hidden = torch.randn(LENGTH, layer.hidden_size, generator=torch.Generator().manual_seed(1))
-    hidden, slots = hidden.to(dtype), _slots()
+    hidden, slots = hidden.to(dtype), _slots(layer.kv_layout.block_size)
     positions = torch.arange(LENGTH)
     bound.preprocess(hidden[:FIRST], positions[:FIRST], slots[:FIRST], phase=Phase.EXTEND)
     result = bound.preprocess(hidden[FIRST:], positions[FIRST:], slots[FIRST:], phase=phase)
@@ -113,12 +114,12 @@ def test_absorb_says_what_it_does_not_execute_yet(h, kind):
     layer = h.layer(quant={"q_b_proj": kind})
     plan = h.plan(layer)
     weights = h.weights(h.layer())
-    for row in plan.weights:
-        if row.name.startswith("q_b_proj"):
-            dtype = getattr(torch, row.dtype)
-            shape = (96, 48) if row.bytes == 96 * 48 else (row.bytes // dtype.itemsize,)
-            weights[row.name] = torch.zeros(shape, dtype=torch.uint8).view(torch.uint8)
-            weights[row.name] = torch.zeros(shape, dtype=torch.int8).to(dtype)
+    for spec in loaded_weights(layer, 1):
+        if spec.name.startswith("q_b_proj"):
+            dtype = getattr(torch, spec.dtype)
+            # Two 4-bit weights share a byte.
+            rows = spec.bytes // dtype.itemsize // spec.shape[-1]
+            weights[spec.name] = torch.zeros(rows, spec.shape[-1], dtype=torch.int8).to(dtype)
     with pytest.raises(PrepareError, match=f"q_b_proj in {kind} .* is not executed yet") as caught:
         h.bind(plan, weights).prepare()
     assert caught.value.remedy
@@ -148,7 +149,8 @@ def test_mlaprolog_with_int8_throughout(h):
     bound, result, _ = _run(h, layer, ["path=mlaprolog"], tolerance=4e-2)
     assert result.q_lora.dtype == torch.int8
     assert result.q_lora_scale.shape == (LENGTH - FIRST, 1)
-    assert bound.plan.path[-1].offer.mode == "weight_quant_mode=2"
+    (entry,) = (e for e in bound.plan.path if "decode" in e.phases)
+    assert entry.offer.mode == "weight_quant_mode=2"
 
 
 def test_mlaprolog_mode_1_reads_the_parameter_itself(h):
@@ -156,6 +158,7 @@ def test_mlaprolog_mode_1_reads_the_parameter_itself(h):
     layer = h.fused_layer(quant=quant)
     plan = h.plan(layer, requests="path=mlaprolog")
     weights = h.weights(layer)
+    weights["q_b_proj"] = weights["q_b_proj"].contiguous()
     with pytest.raises(PrepareError, match="q_b_proj is not laid out as the op takes it"):
         h.bind(plan, weights).prepare()
     weights["q_b_proj"] = weights["q_b_proj"].t().contiguous().t()

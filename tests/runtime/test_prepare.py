@@ -14,12 +14,12 @@ def _failing(h, where):
         def prepare(self, weights):
             if where == "prepare":
                 raise ValueError("no room")
-            return None
+            return
 
         def bind(self, prepared, cache):
             if where == "bind":
                 raise ValueError("no room")
-            return None
+            return
 
     h.plugin(Fails=Fails)
     return Offer(
@@ -195,7 +195,7 @@ def test_a_copy_that_is_the_original_is_kept_and_counts_no_bytes(h):
         weight = prepared["a"]
         return lambda x: torch.einsum("thk,hkn->thn", x, weight)
 
-    setattr(__import__("fake_plugin").Impl_copier, "bind", lambda s, p, c: make(p))
+    __import__("fake_plugin").Impl_copier.bind = lambda s, p, c: make(p)
     plan = _plan(h, offer)
     assert plan.weight("w_vc").action == "release"
     layer = h.bind(plan)

@@ -72,7 +72,7 @@ def _run(case, tmp_path):
     return found
 
 
-@pytest.mark.parametrize("case", ["model", "layer", "layers", "digest"])
+@pytest.mark.parametrize("case", ["model", "layers"])
 def test_equal_plans_pass_with_their_digest(case, tmp_path):
     one, other = _run(case, tmp_path)
     assert one == other

@@ -218,7 +218,7 @@ def test_a_layer_that_released_nothing_has_an_empty_ledger(h):
 
 def test_a_bound_layer_dies_with_its_last_reference(h):
     """Layers are taken one at a time; a cycle would keep two in memory."""
-    layer, weights = _released(h)
+    layer, _ = _released(h)
     layer.release()
     h.step(layer)
     watch = weakref.ref(layer)

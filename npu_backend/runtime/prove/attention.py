@@ -31,7 +31,7 @@ def gather_rows(
         inner = 32 if cache.dtype.itemsize == 1 else 16
         columns = blocks.reshape(len(blocks), width // inner, size, inner)
         blocks = columns.transpose(1, 2)
-    return blocks.reshape(-1, width)[:length]
+    return blocks.reshape(len(blocks) * size, width)[:length]
 
 
 def latent_attention(

@@ -23,7 +23,9 @@ ROW_CAP = 64
 
 _TOKENS_A_SEQUENCE = {Phase.DECODE: 1, Phase.TARGET_VERIFY: 3, Phase.DRAFT_EXTEND: 2}
 _LONG = 128
-"""Longest history that a sequence has only to lie on the edge of a block."""
+"""Longest history that a writer fills only so that a sequence lies on the edge of a block."""
+_SHORT = 32
+"""Likewise where extend steps fill it."""
 
 
 @frozen
@@ -139,10 +141,19 @@ def _row_counts(
     return kept, skipped
 
 
-def _histories(count: int, block_size: int) -> list[int]:
-    """Return history lengths: the first few lie on the edges of a block, the others are short."""
-    edges = [block_size, 0, block_size - 1] if block_size <= _LONG else [5, 0, 1]
-    return [edges[i] if i < len(edges) else (3, 1, 0, 2)[i % 4] for i in range(count)]
+def _edge(block_size: int, filled: bool) -> int:
+    """Return a history that ends with its block; a short one where that would take long: extend
+    steps of a full-size layer are slow on a CPU, a writer is not."""
+    return block_size if block_size <= (_SHORT if filled else _LONG) else 5
+
+
+def _histories(count: int, edge: int) -> list[int]:
+    """Return history lengths: the first fills its block, the second is empty, the rest short."""
+    firsts = (edge, 0)
+    return [
+        firsts[i] if i < 2 else (edge - 1 if edge <= _SHORT else 3, 1, 0, 2)[(i - 2) % 4]
+        for i in range(count)
+    ]
 
 
 def _spread(phase: Phase, rows: int, histories: Sequence[int]) -> tuple[Part, ...]:
@@ -173,15 +184,16 @@ def make_scenario(plan: LayerPlan, *, rows: Sequence[int], cap: int = ROW_CAP) -
 
     decoding = {p: n for p, n in counts.items() if p in _TOKENS_A_SEQUENCE}
     needed = max((-(-max(n) // _TOKENS_A_SEQUENCE[p]) for p, n in decoding.items() if n), default=0)
-    histories = _histories(needed, size)
+    edge = _edge(size, bool(counts.get(Phase.EXTEND)))
+    histories = _histories(needed, edge)
     steps = [Step(p, n, _spread(p, n, histories)) for p, ns in decoding.items() for n in ns]
     for n in counts.get(Phase.EXTEND, ()):
         # A prompt's second chunk over the edge of a block, and a new prompt.
         chunk = n // 2
-        parts = [Part(needed, size - 1 if size <= _LONG else 5, chunk)] if chunk else []
+        parts = [Part(needed, edge - 1, chunk)] if chunk else []
         steps.append(Step(Phase.EXTEND, n, (*parts, Part(needed + 1, 0, n - chunk))))
     if counts.get(Phase.EXTEND):
-        histories += [size - 1 if size <= _LONG else 5, 0]
+        histories += [edge - 1, 0]
     steps += [Step(Phase.IDLE, n) for n in counts.get(Phase.IDLE, ())]
 
     tracks, num_blocks, pad_blocks = _tracks(histories, steps, size)
