@@ -120,7 +120,8 @@ def _prepare(
         made[key] = unit.prepare()
         plan = check_copies(plan, unit, made[key], weights, others.values())
 
-    for tensor in chain(weights.values(), others.values(), *(m.values() for m in made.values())):
+    mine = (weights, cache.tensors(), *made.values())
+    for tensor in chain.from_iterable(tensors.values() for tensors in mine):
         fixed_shape(tensor)
 
     def prepared(key: Key, q_absorb: Callable[..., Any] | None = None) -> Prepared:

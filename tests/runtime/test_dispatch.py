@@ -8,6 +8,7 @@ import torch
 from npu_backend import (
     BoundExceededError,
     Envelope,
+    Indexer,
     Phase,
     PlanMismatchError,
     PrepareError,
@@ -194,8 +195,20 @@ def test_a_step_without_rows_calls_nothing_and_returns_empty_results(h, phase):
     assert layer.v_up(result.q_nope).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.bfloat16), ("w8a8-dynamic", torch.int8)])
+def test_a_step_without_rows_has_the_q_lora_of_its_path(h, quant, dtype):
+    projections = {"fused_qkv_a_proj": quant, "q_b_proj": quant}
+    layer = h.fused_layer(quant=projections, indexer=Indexer("own", quant))
+    bound = h.bind(h.plan(layer, requests="path=mlaprolog"))
+    bound.prepare()
+    hidden = torch.empty(0, 1024, dtype=torch.bfloat16)
+    result = bound.preprocess(hidden, torch.arange(0), torch.arange(0), phase=Phase.DECODE)
+    assert (tuple(result.q_lora.shape), result.q_lora.dtype) == ((0, 1536), dtype)
+    assert (result.q_lora_scale is None) == (quant == "none")
+
+
 @pytest.mark.parametrize("name", ["Transposing", "Explicit", "Custom", "Plain"])
-def test_built_in_kernels_take_no_rows_to_their_op(h, name, monkeypatch):
+def test_built_in_kernels_take_no_rows_to_their_op(h, name):
     from npu_backend_builtin import transpose_bmm
 
     request = {

@@ -14,7 +14,7 @@ from npu_backend.runtime.prove.writer import in_rope_layout, read_slots
 
 LENGTH = 20
 FIRST = 17
-"""Tokens 0..16 are extended, 17..19 decoded: the outputs asked of the reference are those of decode."""
+"""Tokens 0..16 are extended, 17..19 decoded; of the latter the outputs are compared."""
 BLOCK = 16
 # Blocks of 16 tokens, 2 then 0: tokens do not lie in a row in memory.
 TABLE = torch.tensor([[2, 0]])
@@ -183,17 +183,6 @@ def test_mlapo_continues_a_cache_that_absorb_extended(h, mode):
         kv_layout=KvLayout(cache_mode=mode, block_size=block),
         quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
     )
-    if block == 128:
-        layer_table = torch.tensor([[2]])
-        plan = h.plan(layer, requests="path=mlapo", role="null")
-        mine, theirs = (h.bind(p, h.weights(layer)) for p in (plan, h.plan(
-            layer, requests="path=absorb", role="null")))
-        for bound in (mine, theirs):
-            bound.prepare()
-        assert layer_table.numel() == 1
-        for a, b in zip(h.step(mine), h.step(theirs), strict=True):
-            assert _error(a, b) <= 3e-2
-        return
     bound, result, _ = _run(h, layer, ["path=mlapo"], tolerance=4e-2)
     assert [e.strategy for e in bound.plan.path if "decode" in e.phases] == ["mlapo", "absorb"]
     assert result.q_lora is None
@@ -205,7 +194,7 @@ def test_mlapo_of_the_other_library_is_not_executed_yet(h):
         quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
     )
     plan = h.plan(layer, requests="path=mlapo", kernels="vllm-ascend")
-    with pytest.raises(PrepareError, match="_C_ascend::mla_preprocess .* is not executed yet"):
+    with pytest.raises(PrepareError, match=r"_C_ascend::mla_preprocess .* is not executed yet"):
         h.bind(plan).prepare()
 
 
@@ -246,7 +235,7 @@ def _shift_slots(bound):
 @pytest.mark.parametrize("mutation", ["halves", "slots", "rope", "gamma"])
 def test_wrong_wiring_turns_the_comparison_red(h, mutation):
     layer = h.layer(dtype="float32")
-    bound, _, _ = _run(h, layer, tolerance=1e-5)
+    _run(h, layer, tolerance=1e-5)
     weights = h.weights(layer)
     if mutation == "halves":
         _swap_halves(weights)

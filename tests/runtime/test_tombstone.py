@@ -147,7 +147,8 @@ def test_under_torch_compile_the_name_stands_in_the_chain(dead, backend):
         return torch.nn.functional.linear(x, parameter)
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
-    with pytest.raises(Exception, match="WeightReleasedError") as caught:  # torch's own, around ours
+    # torch's own exception, around ours.
+    with pytest.raises(Exception, match="WeightReleasedError") as caught:
         compiled(torch.ones(2, 6, dtype=torch.bfloat16))
     text = "".join(traceback.format_exception(caught.value))
     assert "WeightReleasedError" in text
