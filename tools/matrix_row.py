@@ -44,7 +44,11 @@ def main(name: str, report: Path) -> None:
     torch_npu = metadata.version("torch-npu")
     line = versions.line_of(torch_npu)
     row = [
-        name, metadata.version("torch"), torch_npu, line, versions.paired_cann(line),
+        name,
+        metadata.version("torch"),
+        torch_npu,
+        line,
+        versions.paired_cann(line),
         *map(str, counts(report)),
     ]
     text = TABLE.read_text("utf-8") if TABLE.exists() else ""

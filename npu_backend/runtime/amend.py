@@ -170,6 +170,9 @@ def check_copies(
         plan = plan.evolve(weights=amended)
     return keep_aliased(
         plan,
-        {w: ", ".join(f"{unit.offer.strategy}.{n}" for n in names) for w, names in surprises.items()
-         if w in {r.name for r in plan.weights}},
+        {
+            w: ", ".join(f"{unit.offer.strategy}.{n}" for n in names)
+            for w, names in surprises.items()
+            if w in {r.name for r in plan.weights}
+        },
     )

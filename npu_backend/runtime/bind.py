@@ -47,8 +47,10 @@ def _weight_problems(plan: LayerPlan, weights: Mapping[str, torch.Tensor]) -> li
             found.append(f"{row.name} is {tensor_bytes(tensor)} bytes, the plan says {row.bytes}")
         spec = specs.get(row.name)
         # Scales and packed weights have no one shape; all else has.
-        plain = spec is not None and len(spec.shape) > 1 and (
-            torch.Size(spec.shape).numel() * DTYPE_BYTES.get(spec.dtype, 1) == spec.bytes
+        plain = (
+            spec is not None
+            and len(spec.shape) > 1
+            and (torch.Size(spec.shape).numel() * DTYPE_BYTES.get(spec.dtype, 1) == spec.bytes)
         )
         if plain and spec is not None and tuple(tensor.shape) != spec.shape:
             found.append(f"{row.name} is {tuple(tensor.shape)}, the plan says {spec.shape}")

@@ -22,6 +22,7 @@ from npu_backend.model.records import KvLayout, MlaLayer
 
 __all__ = ["LayerCache", "rope_tables"]
 
+
 def rope_tables(
     rope: int,
     max_positions: int,
@@ -96,8 +97,11 @@ class LayerCache:
         shape = (num_blocks, layout.block_size, 1)
         if layer.has_rope and (cos is None or sin is None):
             cos, sin = rope_tables(
-                layer.qk_rope_head_dim, max_positions, theta=rope_theta,
-                dtype=getattr(torch, layer.dtype), device=device,
+                layer.qk_rope_head_dim,
+                max_positions,
+                theta=rope_theta,
+                dtype=getattr(torch, layer.dtype),
+                device=device,
             )
         return cls(
             layout=layout,

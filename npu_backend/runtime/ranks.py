@@ -34,8 +34,10 @@ def _describe(plan: LayerPlan | ModelPlan | Iterable[LayerPlan] | str) -> _Mine:
         return _Mine(plan.fingerprint, plan.decisions())
     layers = tuple(plan)
     decisions = {f"layer {layer.layer_id}": layer.decisions() for layer in layers}
-    digest = plan.fingerprint if isinstance(plan, ModelPlan) else json.dumps(
-        [layer.fingerprint for layer in layers]
+    digest = (
+        plan.fingerprint
+        if isinstance(plan, ModelPlan)
+        else json.dumps([layer.fingerprint for layer in layers])
     )
     return _Mine(digest, decisions)
 

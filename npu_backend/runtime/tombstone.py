@@ -101,7 +101,10 @@ class Tombstone(torch.Tensor):
         # Loader metadata of the host (weight_loader and the like) stays with the parameter.
         stone.__dict__.update(tensor.__dict__)
         stone.__dict__[_RECORD] = {
-            "layer": layer, "weight": weight, "why": tuple(why), "remedy": remedy
+            "layer": layer,
+            "weight": weight,
+            "why": tuple(why),
+            "remedy": remedy,
         }
         if isinstance(tensor, torch.nn.Parameter):
             # What nn.Parameter's isinstance() looks at, so that modules go on listing it.

@@ -74,6 +74,8 @@ def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
         check.add("rope.layout", f"{OP} always rotates, and the layer has no RoPE")
     for what, dtype in (("activations", layer.dtype), ("w_kc", layer.bmm_dtype)):
         check.member("dtype", f"{what} of", dtype, "dtypes")
+    # The op has no parameter for it: another epsilon would give other numbers without an error.
+    check.member("model.numerics", "rms_norm_eps", layer.rms_norm_eps, "rms_norm_eps")
     wrong = [
         f"{name} is {kind}"
         for name in ("fused_qkv_a_proj", "q_b_proj")

@@ -89,9 +89,7 @@ def make_fused_layer(**changes: Any) -> MlaLayer:
     return make_layer(**{**base, **changes})
 
 
-def make_plan(
-    layer: MlaLayer | None = None, answers: Any = None, **deployment: Any
-) -> LayerPlan:
+def make_plan(layer: MlaLayer | None = None, answers: Any = None, **deployment: Any) -> LayerPlan:
     """Plan one layer; role decode on A3 with CANN 9.1.0 unless said otherwise."""
     said = {"role": "decode", "soc": "A3", "cann": "9.1.0", **deployment}
     plan = plan_model([layer or make_layer()], Deployment(**said), answers or BuiltIns())

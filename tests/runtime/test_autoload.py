@@ -17,8 +17,12 @@ SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def _python(code, **env):
     kept = {k: v for k, v in os.environ.items() if k != SWITCH}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **env},
-        check=False, timeout=120,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**kept, **env},
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

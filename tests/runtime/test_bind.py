@@ -161,8 +161,12 @@ def test_a_path_without_preparation_gets_only_what_it_reads_each_step(h):
 
     h.plugin(Path=Path)
     offer = Offer(
-        strategy="mine", impl="fake_plugin:Path", reads=("q_b_proj",),
-        reads_once=("kv_b_proj",), copies=("fused_qkv_a_proj",), uses=("v_up",),
+        strategy="mine",
+        impl="fake_plugin:Path",
+        reads=("q_b_proj",),
+        reads_once=("kv_b_proj",),
+        copies=("fused_qkv_a_proj",),
+        uses=("v_up",),
         envelope=Envelope(phases=("decode", "target_verify", "idle")),
     )
     layer = h.bind(h.plan(answers=h.BuiltIns(paths=[offer])))

@@ -32,8 +32,11 @@ def _run(bound, call, inputs):
     bound.cache.k_nope.zero_()
     bound.cache.k_rope.zero_()
     result, out = call(*inputs)
-    return [t for t in (*result, out, bound.cache.k_nope.clone(), bound.cache.k_rope.clone())
-            if t is not None]
+    return [
+        t
+        for t in (*result, out, bound.cache.k_nope.clone(), bound.cache.k_rope.clone())
+        if t is not None
+    ]
 
 
 LAYERS = {

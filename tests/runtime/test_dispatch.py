@@ -195,7 +195,9 @@ def test_a_step_without_rows_calls_nothing_and_returns_empty_results(h, phase):
     assert layer.v_up(result.q_nope).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("quant", "dtype"), [("none", torch.bfloat16), ("w8a8-dynamic", torch.int8)])
+@pytest.mark.parametrize(
+    ("quant", "dtype"), [("none", torch.bfloat16), ("w8a8-dynamic", torch.int8)]
+)
 def test_a_step_without_rows_has_the_q_lora_of_its_path(h, quant, dtype):
     projections = {"fused_qkv_a_proj": quant, "q_b_proj": quant}
     layer = h.fused_layer(quant=projections, indexer=Indexer("own", quant))

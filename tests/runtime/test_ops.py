@@ -63,7 +63,7 @@ def test_another_schema_is_told_with_both(registered):
 
 
 def test_the_schema_of_the_installed_line_counts(registered):
-    """npu_format_cast of line 7.3 is right on a machine with line 7.3, and wrong on one with 26.2."""
+    """npu_format_cast of line 7.3 is right where line 7.3 is installed, and wrong with 26.2."""
     for schema in CATALOG.schemas["lines"]["7.3"]["ops"]["npu::npu_format_cast"]:
         registered(schema)
     _check("npu::npu_format_cast", line="7.3")
@@ -145,8 +145,18 @@ FAKES = {
         n(3, 8).to(torch.int8), n(8, 4).to(torch.int8), n(4), output_dtype=torch.bfloat16
     ),
     "npu_mla_prolog_v3": lambda o, n: o.npu_mla_prolog_v3(
-        n(3, 8), n(8, 6), n(6, 2 * 6), n(2, 4, 5), n(8, 7), n(6), n(5), n(3, 2), n(3, 2),
-        n(1, 16, 1, 5), n(1, 16, 1, 2), cache_index=torch.arange(3, device=n(1).device),
+        n(3, 8),
+        n(8, 6),
+        n(6, 2 * 6),
+        n(2, 4, 5),
+        n(8, 7),
+        n(6),
+        n(5),
+        n(3, 2),
+        n(3, 2),
+        n(1, 16, 1, 5),
+        n(1, 16, 1, 2),
+        cache_index=torch.arange(3, device=n(1).device),
         query_norm_flag=True,
     ),
 }
@@ -242,8 +252,12 @@ def test_on_the_simulated_npu_real_schemas_and_the_allocator_agree():
     except metadata.PackageNotFoundError:
         pytest.skip("torch-npu is not installed")
     done = subprocess.run(
-        [sys.executable, "-c", ON_THE_SIMULATION], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "2"}, check=False,
+        [sys.executable, "-c", ON_THE_SIMULATION],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

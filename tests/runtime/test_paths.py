@@ -45,17 +45,34 @@ def _run(h, layer, requests=(), tolerance=1e-2, phase=Phase.DECODE, **deployment
     bound.preprocess(hidden[:FIRST], positions[:FIRST], slots[:FIRST], phase=Phase.EXTEND)
     result = bound.preprocess(hidden[FIRST:], positions[FIRST:], slots[FIRST:], phase=phase)
     shape = MlaShape(
-        heads=layer.num_heads, nope=layer.qk_nope_head_dim, rope=layer.qk_rope_head_dim,
-        v=layer.v_head_dim, latent=layer.kv_lora_rank, q_lora=layer.q_lora_rank,
-        epsilon=layer.rms_norm_eps, rotates=layer.has_rope,
+        heads=layer.num_heads,
+        nope=layer.qk_nope_head_dim,
+        rope=layer.qk_rope_head_dim,
+        v=layer.v_head_dim,
+        latent=layer.kv_lora_rank,
+        q_lora=layer.q_lora_rank,
+        epsilon=layer.rms_norm_eps,
+        rotates=layer.has_rope,
     )
     expected = mla_reference(
-        shape, made.loaded, made.gammas, [hidden], [FIRST], scales=made.channel_scales,
+        shape,
+        made.loaded,
+        made.gammas,
+        [hidden],
+        [FIRST],
+        scales=made.channel_scales,
         dtype=torch.float64 if layer.dtype == "float32" else torch.float32,
     )
     attended = latent_attention(
-        result.q_nope, result.q_pe, bound.cache.k_nope, bound.cache.k_rope, TABLE, [LENGTH],
-        [LENGTH - FIRST], scale=shape.scale, nz=layer.kv_layout.cache_mode == "PA_NZ",
+        result.q_nope,
+        result.q_pe,
+        bound.cache.k_nope,
+        bound.cache.k_rope,
+        TABLE,
+        [LENGTH],
+        [LENGTH - FIRST],
+        scale=shape.scale,
+        nz=layer.kv_layout.cache_mode == "PA_NZ",
     )
     layout = layer.kv_layout
     keys = in_rope_layout(expected.keys[0], layout)
@@ -130,8 +147,9 @@ def test_absorb_says_what_it_does_not_execute_yet(h, kind):
 @pytest.mark.parametrize("phase", ["decode", "target_verify", "idle"])
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
 def test_mlaprolog_continues_a_cache_that_absorb_extended(h, phase, mode):
-    layer = h.fused_layer(kv_layout=KvLayout(cache_mode=mode, block_size=BLOCK),
-                          indexer=Indexer("own"))
+    layer = h.fused_layer(
+        kv_layout=KvLayout(cache_mode=mode, block_size=BLOCK), indexer=Indexer("own")
+    )
     bound, result, _ = _run(h, layer, ["path=mlaprolog"], phase=Phase.parse(phase))
     assert [e.strategy for e in bound.plan.path if phase in e.phases] == ["mlaprolog"]
     assert result.q_lora.shape == (LENGTH - FIRST, 1536)

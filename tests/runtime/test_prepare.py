@@ -23,7 +23,10 @@ def _failing(h, where):
 
     h.plugin(Fails=Fails)
     return Offer(
-        strategy="fails", impl="fake_plugin:Fails", reads=("q_b_proj",), uses=("v_up",),
+        strategy="fails",
+        impl="fake_plugin:Fails",
+        reads=("q_b_proj",),
+        uses=("v_up",),
     )
 
 
@@ -140,8 +143,9 @@ def _copying(h, returned, **offer):
 
 
 def _plan(h, offer, **deployment):
-    return h.plan(answers=h.BuiltIns(v_up=[offer], release=["w_vc"]), requests="v_up=copier",
-                  **deployment)
+    return h.plan(
+        answers=h.BuiltIns(v_up=[offer], release=["w_vc"]), requests="v_up=copier", **deployment
+    )
 
 
 def test_declared_copies_are_the_bytes_declared(h):
@@ -187,9 +191,7 @@ def test_an_undeclared_copy_is_an_error(h):
 
 def test_a_copy_that_is_the_original_is_kept_and_counts_no_bytes(h):
     """A cast that returned its input; releasing the original would kill the prepared one."""
-    offer = _copying(
-        h, lambda w: {"a": w["w_vc"].contiguous()}, reads=(), reads_once=("w_vc",)
-    )
+    offer = _copying(h, lambda w: {"a": w["w_vc"].contiguous()}, reads=(), reads_once=("w_vc",))
 
     def make(prepared):
         weight = prepared["a"]
@@ -219,8 +221,9 @@ def test_a_half_copied_weight_counts_what_was_copied(h):
 
 
 def test_a_declared_alias_is_as_planned(h):
-    offer = h.kernel(h.scaled(1), prepare=lambda w: {"a": w["w_vc"].transpose(1, 2)},
-                     aliases={"a": "w_vc"})
+    offer = h.kernel(
+        h.scaled(1), prepare=lambda w: {"a": w["w_vc"].transpose(1, 2)}, aliases={"a": "w_vc"}
+    )
     plan = h.plan(answers=h.BuiltIns(v_up=[offer]))
     layer = h.bind(plan)
     layer.prepare()
@@ -228,8 +231,7 @@ def test_a_declared_alias_is_as_planned(h):
 
 
 def test_a_declared_alias_that_is_a_copy_is_told_and_counted(h):
-    offer = h.kernel(h.scaled(1), prepare=lambda w: {"a": w["w_vc"].clone()},
-                     aliases={"a": "w_vc"})
+    offer = h.kernel(h.scaled(1), prepare=lambda w: {"a": w["w_vc"].clone()}, aliases={"a": "w_vc"})
     layer = h.bind(h.plan(answers=h.BuiltIns(v_up=[offer])))
     with pytest.warns(AliasWarning, match="declared to share the storage of w_vc and is a copy"):
         layer.prepare()

@@ -60,7 +60,10 @@ def _run(case, tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(store), case],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         for rank in (0, 1)
     ]

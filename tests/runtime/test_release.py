@@ -56,8 +56,12 @@ def test_the_ledger_is_plain_data(h):
     assert data["agrees"] is True
     assert data["allocator"] is None
     assert data["weights"][0] == {
-        "name": "fused_qkv_a_proj", "action": "release", "planned": 2112 * 1024 * 2,
-        "freed": 2112 * 1024 * 2, "how": "swapped", "held_by": None,
+        "name": "fused_qkv_a_proj",
+        "action": "release",
+        "planned": 2112 * 1024 * 2,
+        "freed": 2112 * 1024 * 2,
+        "how": "swapped",
+        "held_by": None,
     }
 
 

@@ -56,9 +56,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Fake kernel of an op that only writes into what it was given."""
 
 
-def _transpose_fake(
-    input: torch.Tensor, weight: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
+def _transpose_fake(input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     swapped = tuple(kwargs.get("perm_x1") or (0, 1, 2)) == (1, 0, 2)
     turned = tuple(kwargs.get("perm_x2") or (0, 1, 2)) == (0, 2, 1)
     tokens, heads = (0, 1) if swapped else (1, 0)
@@ -208,4 +206,3 @@ class CpuOps:
                 remedy="bind tensors on a device, or register a CPU kernel of the op",
                 code="op.missing",
             )
-

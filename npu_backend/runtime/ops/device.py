@@ -107,9 +107,7 @@ class DeviceOps:
             _KV_V2 if n == "npu::npu_kv_rmsnorm_rope_cache" and self.has(_KV_V2) else n
             for n in names
         ]
-        check_schemas(
-            asked, catalog=self.catalog, line=self.line, library=self.library, whom=whom
-        )
+        check_schemas(asked, catalog=self.catalog, line=self.line, library=self.library, whom=whom)
 
     def npu_kv_rmsnorm_rope_cache(
         self, *args: torch.Tensor, epsilon: float, cache_mode: str

@@ -13,8 +13,9 @@ v_up), independently, so errors add in squares:
 
 Int8 activations add the rounding of a row to 255 steps: with one scale a row its largest value is
 about four deviations, so a step is 4/127 of a deviation and the error 4 / 127 / sqrt(12) = 9e-3;
-a static scale over five deviations gives 1.1e-2. Two such quantizations (input and compressed
-query), of which the second acts on the scores as well, and bf16: about 2e-2; bound 4e-2. Weights
+a static scale over seven deviations gives 14 / 255 / sqrt(12) = 1.6e-2. Two such quantizations
+(input and compressed query), of which the second acts on the scores as well, and bf16: about
+2.5e-2; bound 4e-2. Weights
 add none, for the reference multiplies with the dequantized ones.
 """
 

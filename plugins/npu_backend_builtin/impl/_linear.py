@@ -84,7 +84,9 @@ def linear(
         return plain
     if kind not in EXECUTED or layer.dtype != "bfloat16":
         raise not_executed(
-            f"{name} in {kind} with activations of {layer.dtype}", layer, strategy,
+            f"{name} in {kind} with activations of {layer.dtype}",
+            layer,
+            strategy,
             f"executed are {', '.join(EXECUTED)}, quantized ones with bfloat16",
             "run layers of the executed kinds; plan and schemas of the others can be looked at",
         )

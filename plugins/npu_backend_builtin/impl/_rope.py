@@ -46,9 +46,7 @@ def _without_padding(
     return torch.where(real.unsqueeze(-1), rows, row), torch.where(real, slots, slot)
 
 
-def write_rows(
-    cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *, nz: bool
-) -> None:
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *, nz: bool) -> None:
     """Write one row a token into a paged cache.
 
     Args:

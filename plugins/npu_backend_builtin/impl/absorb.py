@@ -122,8 +122,15 @@ def _write(prepared: Prepared, cache: LayerCache) -> Write:
             kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
         ) -> None:
             ops.npu_kv_rmsnorm_rope_cache(
-                kv[:, None, None], gamma, cos[:, None, None], sin[:, None, None], slots,
-                k_rope, k_nope, epsilon=epsilon, cache_mode=mode,
+                kv[:, None, None],
+                gamma,
+                cos[:, None, None],
+                sin[:, None, None],
+                slots,
+                k_rope,
+                k_nope,
+                epsilon=epsilon,
+                cache_mode=mode,
             )
 
         return fused
@@ -152,9 +159,7 @@ def _rotating(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
         q, kv, q_lora = project(hidden_states)
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         write(kv, cos, sin, slot_mapping)
-        return PreprocessResult(
-            absorb(q_nope), turn(q_pe, cos, sin), q_lora if indexed else None
-        )
+        return PreprocessResult(absorb(q_nope), turn(q_pe, cos, sin), q_lora if indexed else None)
 
     return path
 

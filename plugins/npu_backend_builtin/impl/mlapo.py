@@ -35,9 +35,7 @@ def _down_order(weights: Weights) -> torch.Tensor:
     """Return the op's order of the rows of fused_qkv_a_proj: latent, RoPE in halves, query."""
     layer = weights.layer
     rank, latent, rope = layer.q_lora_rank or 0, layer.kv_lora_rank, layer.qk_rope_head_dim
-    rows = (
-        torch.arange(rank, rank + latent), rank + latent + _half(rope), torch.arange(rank)
-    )
+    rows = (torch.arange(rank, rank + latent), rank + latent + _half(rope), torch.arange(rank))
     return torch.cat(rows).to(weights.device)
 
 
@@ -86,7 +84,9 @@ class Mlapo:
         layer = weights.layer
         if weights.offer.mode != OP or layer.dtype != "bfloat16":
             raise not_executed(
-                f"{weights.offer.mode} with activations of {layer.dtype}", layer, "mlapo",
+                f"{weights.offer.mode} with activations of {layer.dtype}",
+                layer,
+                "mlapo",
                 f"executed is {OP} of sgl-kernel-npu with bfloat16",
                 "plan with --kernels sgl-kernel-npu and --dtype bfloat16, or request another path",
             )
@@ -132,11 +132,34 @@ class Mlapo:
             q_nope = hidden_states.new_empty((hidden_states.shape[0], heads, latent))
             q_pe = hidden_states.new_empty((hidden_states.shape[0], heads, rope))
             preprocess(
-                hidden_states.contiguous(), zeros, zeros, wdqkv, descale0, gamma1, beta1, wuq,
-                descale1, gamma2, cos, sin, wuk, k_nope, k_rope, slot_mapping.to(torch.int32),
-                scale0, offset0, bias0, scale1, offset1, bias1,
-                cache_mode=mode, quant_mode=QUANT_MODE,
-                q_out0=q_nope, kv_cache_out0=k_nope, q_out1=q_pe, kv_cache_out1=k_rope,
+                hidden_states.contiguous(),
+                zeros,
+                zeros,
+                wdqkv,
+                descale0,
+                gamma1,
+                beta1,
+                wuq,
+                descale1,
+                gamma2,
+                cos,
+                sin,
+                wuk,
+                k_nope,
+                k_rope,
+                slot_mapping.to(torch.int32),
+                scale0,
+                offset0,
+                bias0,
+                scale1,
+                offset1,
+                bias1,
+                cache_mode=mode,
+                quant_mode=QUANT_MODE,
+                q_out0=q_nope,
+                kv_cache_out0=k_nope,
+                q_out1=q_pe,
+                kv_cache_out1=k_rope,
             )
             # This op does not hand its q_lora over: the indexer computes it from the original.
             return PreprocessResult(q_nope, q_pe)

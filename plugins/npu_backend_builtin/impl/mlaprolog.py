@@ -74,7 +74,9 @@ class MlaProlog:
         layer, mode = weights.layer, _mode(weights)
         if mode not in EXECUTED_MODES:
             raise not_executed(
-                f"weight_quant_mode {mode}", layer, "mlaprolog",
+                f"weight_quant_mode {mode}",
+                layer,
+                "mlaprolog",
                 f"executed are {', '.join(map(str, EXECUTED_MODES))}",
                 "run layers of the executed modes; the plan and the schema can be looked at",
             )
@@ -126,8 +128,15 @@ class MlaProlog:
                 token_x, scale = quantize(token_x)
                 by_token["dequant_scale_x"] = scale.unsqueeze(-1)
             q_nope, q_pe, _, q_lora, q_lora_scale = prolog(
-                token_x, *weights, *gammas, sin, cos, *caches,
-                cache_index=slot_mapping, **by_token, **options,
+                token_x,
+                *weights,
+                *gammas,
+                sin,
+                cos,
+                *caches,
+                cache_index=slot_mapping,
+                **by_token,
+                **options,
             )
             if not indexed:
                 return PreprocessResult(q_nope, q_pe)
