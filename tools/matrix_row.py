@@ -18,7 +18,7 @@ from npu_backend.catalog import load_catalog
 TABLE = Path(__file__).parents[1] / "docs" / "matrix.md"
 HEAD = """# The matrix of CANN versions
 
-Each row is written by the run of one tox environment (`tox run -m cann`, `tox run -m cann-old`): the
+Each row is written by the run of one tox environment (`tox run -m cann`, `-m cann-old`): the
 real torch_npu package of that line on the simulated NPU. A pass shows op schemas, routing, limits,
 memory and lifetimes; not an NPU's numerics or speed.
 

@@ -40,7 +40,7 @@ or tensor; ``fp8-block`` one scale for each 128 x 128 block; ``mxfp8`` one e8m0 
 inputs."""
 
 PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
-"""What of a layer can be quantized by itself; the indexer's ``wq_b`` is told by :class:`Indexer`."""
+"""What of a layer can be quantized by itself; :class:`Indexer` tells of its ``wq_b``."""
 
 INDEXER_KINDS = ("own", "shared", "none")
 DTYPES = ("bfloat16", "float16", "float32")
