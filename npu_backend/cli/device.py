@@ -134,6 +134,7 @@ def _sim(soc: Soc, cann: str | None, why: str = "") -> Device:
     from npu_backend.testing import sim
 
     running = sim.start(soc=soc.name or soc.family, cann=cann)
+    _torch().npu.config.allow_internal_format = True  # as hosts do: lines up to 7.3 need it for NZ
     return Device(
         "sim",
         "npu:0",
@@ -150,6 +151,7 @@ def _npu(why: str = "") -> Device:
         torch = import_module("torch")
         torch_npu = import_module("torch_npu")
         torch.npu.set_device(0)
+        torch.npu.config.allow_internal_format = True  # as hosts do: lines up to 7.3 need it for NZ
         soc = str(torch.npu.get_device_name(0))
         cann = str(torch_npu.npu.utils.get_cann_version()).split(":")[-1].strip()
     except Exception as err:

@@ -176,8 +176,9 @@ def test_fake_kernels_agree_with_real_ones(name):
 ON_THE_SIMULATION = """
 import json
 from npu_backend.testing import sim
-sim.start()
+running = sim.start()
 import torch
+torch.npu.config.allow_internal_format = True
 from npu_backend import Deployment, Indexer, MlaLayer, Phase
 from npu_backend.offers import Answer, PluginInfo
 from npu_backend.planner import plan_model
@@ -198,7 +199,7 @@ class Answers:
         return self.ask("release", role_release.release_weights(layer, deployment, readers))
 
 def layer(**changes):
-    base = dict(layer_id=0, hidden_size=2048, num_heads=2, q_lora_rank=1536, kv_lora_rank=512,
+    base = dict(layer_id=0, hidden_size=7168, num_heads=2, q_lora_rank=1536, kv_lora_rank=512,
                 qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     return MlaLayer(**{**base, **changes})
 
@@ -215,8 +216,12 @@ CASES = {
                            qk_nope_head_dim=16, v_head_dim=16), "absorb"),
 }
 found = {}
+here = dict(role="decode", cann=running.settings.cann, torch_npu=running.line)
+lacks = [p for p in ("mlaprolog",) if not Deployment(**here).has_op("npu::npu_mla_prolog_v3")]
 for name, (described, path) in CASES.items():
-    plan = plan_model([described], Deployment(role="decode", requests=f"path={path}"), Answers())
+    if path in lacks:
+        continue
+    plan = plan_model([described], Deployment(requests=f"path={path}", **here), Answers())
     results = []
     for device in ("cpu", "npu:0"):
         device = torch.device(device)
@@ -261,10 +266,15 @@ def test_on_the_simulated_npu_real_schemas_and_the_allocator_agree():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 7
+    line = load_catalog().versions.line_of(metadata.version("torch-npu"))
+    # Lines before 7.3 have no npu_mla_prolog_v3; all the rest runs on every line.
+    assert len(found) == (7 if load_catalog().has_op("npu::npu_mla_prolog_v3", line) else 5)
     for name, row in found.items():
         assert row["ops"] == "npu", name
         assert row["worst"] <= 2e-2, (name, row["worst"])
         assert row["agrees"], (name, row)
-        assert row["allocator_freed"] == row["planned"] > 0, name
-        assert row["allocator"] == "requested_bytes.all.current"
+        slack = 0 if line != "7.0" else 4 * 1024
+        assert 0 <= row["allocator_freed"] - row["planned"] <= slack, name
+        assert row["planned"] > 0
+        exact = "requested_bytes.all.current"
+        assert row["allocator"] == (exact if line != "7.0" else "allocated_bytes.all.current")

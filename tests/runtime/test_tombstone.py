@@ -164,7 +164,8 @@ def test_a_graph_compiled_before_the_release_does_not_read_freed_bytes(how):
     stone = Tombstone.like(module.weight, layer=7, weight="w_kc", why=["dead"], remedy="none")
     bury(module.weight, stone, keep_storage=how == "resized")
     del stone
-    with pytest.raises(Exception, match="WeightReleasedError") as caught:
+    # Ours, or with newer torch its own exception around ours: the name stands in the chain.
+    with pytest.raises(Exception, match="a released weight was about to be read") as caught:
         compiled(torch.ones(2, 6))
     assert "WeightReleasedError" in "".join(traceback.format_exception(caught.value))
 

@@ -10,7 +10,7 @@ import torch
 
 from npu_backend.catalog import Catalog
 from npu_backend.deployment import Deployment
-from npu_backend.errors import SchemaMismatchError
+from npu_backend.errors import PrepareError, SchemaMismatchError
 from npu_backend.runtime.ops.schemas import check_schemas, installed_schemas
 
 __all__ = ["LIBRARY_NAMESPACES", "DeviceOps"]
@@ -67,7 +67,8 @@ class DeviceOps:
         self.npu_dynamic_quant = _overload("npu::npu_dynamic_quant")
         self.npu_quantize = _overload("npu::npu_quantize")
         self.npu_quant_matmul = _overload("npu::npu_quant_matmul")
-        self.npu_format_cast = _overload("npu::npu_format_cast")
+        self._format_cast = _overload("npu::npu_format_cast")
+        self._get_format = _overload("npu::get_npu_format")
         # The first version writes its caches though its schema does not say so, so a compiler may
         # drop a call whose results are not used; the second (line 7.2) marks them.
         self._kv = _overload(_KV_V2 if self.has(_KV_V2) else "npu::npu_kv_rmsnorm_rope_cache")
@@ -92,6 +93,26 @@ class DeviceOps:
             ) from err
         line = deployment.catalog.versions.line_of(version)
         return cls(deployment.catalog, line, deployment.kernels.name)
+
+    def npu_format_cast(self, input: torch.Tensor, acl_format: int) -> torch.Tensor:
+        """Return the tensor in a format. Only while preparing: the result is looked at.
+
+        Raises:
+            PrepareError: The result is in another format; lines up to 7.3 do so with a warning only
+                where internal formats are not allowed.
+        """
+        cast = self._format_cast(input, acl_format)
+        found = int(self._get_format(cast))
+        if found != acl_format:
+            raise PrepareError(
+                f"a cast to format {acl_format} came back in format {found}",
+                whom=f"a weight of shape {tuple(input.shape)}, {input.dtype}",
+                why="torch_npu keeps such a weight as it is where internal formats are not allowed",
+                remedy="let the host set torch.npu.config.allow_internal_format = True before it "
+                "prepares layers",
+                code="format.nz",
+            )
+        return cast  # type: ignore[no-any-return]
 
     def has(self, op: str) -> bool:
         """Whether the catalog knows an op on the installed line."""
