@@ -53,7 +53,7 @@ class Comparison:
         equal: Both fingerprints are the same.
         differences: What differs, the plan as a whole first.
         pair: ``prefill`` and ``decode`` roles were compared.
-        kv_agree: The KV layouts of all common layers agree, and both plan the same layers.
+        kv_agree: There are layers that both plan, and their KV layouts agree.
         kv_conflicts: Ids of layers that do not agree.
     """
 
@@ -104,6 +104,10 @@ def _check(plan: Any, name: str) -> Mapping[str, Any]:
     return plan  # type: ignore[no-any-return]
 
 
+_BROKEN = (AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
+"""What reading a plan of another shape than the schema's ends in."""
+
+
 def _reasons(layer: Mapping[str, Any], site: str | None) -> list[str]:
     found = []
     for refusal in layer.get("declined", ()):
@@ -152,7 +156,23 @@ def compare_plans(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B")) -> Com
         NpuBackendError: One of them is no plan of this schema.
     """
     plan_a, plan_b = _check(a, names[0]), _check(b, names[1])
+    try:
+        return _compare(plan_a, plan_b)
+    except _BROKEN as err:
+        raise NpuBackendError(
+            "a plan is not of the form that its schema says",
+            whom=" or ".join(names),
+            why=f"{type(err).__name__}: {err}",
+            remedy="write plans with npu-backend plan MODEL --json",
+        ) from err
+
+
+def _compare(plan_a: Mapping[str, Any], plan_b: Mapping[str, Any]) -> Comparison:
     found = []
+    for key in ("name", "model_type"):
+        left, right = (p.get("model", {}).get(key) for p in (plan_a, plan_b))
+        if left != right:
+            found.append(Difference(None, f"model.{key}", left, right))
     for key in dict.fromkeys([*plan_a["deployment"], *plan_b["deployment"]]):
         left, right = plan_a["deployment"].get(key), plan_b["deployment"].get(key)
         if left != right:
@@ -170,7 +190,6 @@ def compare_plans(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B")) -> Com
         left, right = layers_a.get(layer_id), layers_b.get(layer_id)
         if left is None or right is None:
             found.append(Difference(layer_id, "layer", left and "planned", right and "planned"))
-            conflicts.append(layer_id)
             continue
         if left.get("kv_layout") != right.get("kv_layout"):
             conflicts.append(layer_id)
@@ -180,6 +199,6 @@ def compare_plans(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B")) -> Com
         equal=plan_a["fingerprint"] == plan_b["fingerprint"],
         differences=tuple(found),
         pair=roles == {"prefill", "decode"},
-        kv_agree=not conflicts,
+        kv_agree=bool(layers_a.keys() & layers_b.keys()) and not conflicts,
         kv_conflicts=tuple(conflicts),
     )

@@ -144,7 +144,7 @@ class KernelLibrary:
         """Return the library of ``NAME`` or ``NAME==VERSION``."""
         if isinstance(text, KernelLibrary):
             return text
-        name, _, version = (text or "none").partition("==")
+        name, _, version = ("none" if text is None else text).partition("==")
         if name not in KERNEL_LIBRARIES:
             raise DeploymentError(
                 f"{name!r} is not a kernel library{suggest(name, KERNEL_LIBRARIES)}",
@@ -186,7 +186,7 @@ class Request:
         kind, equals, rest = text.partition("=")
         if not equals or not rest or kind not in _KINDS:
             raise DeploymentError(
-                f"{text!r} is not a request{suggest(kind, _KINDS)}",
+                f"{text!r} is not a request{'' if kind in _KINDS else suggest(kind, _KINDS)}",
                 whom="the requests of the deployment",
                 why="a request is KIND=NAME with KIND one of " + ", ".join(_KINDS),
                 remedy="write for example path=mlaprolog, path=absorb@nextn or v_up=DIST/torch.bmm",
@@ -202,8 +202,16 @@ class Request:
                 code="request.unmet",
             )
         dist, slash, strategy = name.partition("/")
-        if slash:
+        if slash and dist and strategy:
             return cls(kind, strategy, dist, bool(at))
+        if slash:
+            raise DeploymentError(
+                f"{text!r} names {'no distribution' if strategy else 'no strategy'}",
+                whom="the requests of the deployment",
+                why="what stands before the slash is a distribution, behind it a strategy",
+                remedy="write KIND=DIST/NAME, or KIND=NAME",
+                code="request.unmet",
+            )
         return cls(kind, name, None, bool(at))
 
     def __str__(self) -> str:
@@ -228,7 +236,7 @@ def _phases(value: Iterable[str | Phase] | str | None) -> tuple[Phase, ...] | No
     if value is None:
         return None
     words = value.split(",") if isinstance(value, str) else value
-    chosen = {Phase.parse(w.strip() if isinstance(w, str) else w) for w in words if w}
+    chosen = {Phase.parse(w.strip() if isinstance(w, str) else w) for w in words if w != ""}
     return tuple(p for p in Phase if p in chosen)
 
 
@@ -365,13 +373,19 @@ class Deployment:
         """The release whose limits apply: the lower of the line's pair and ``cann``."""
         return min(self.cann_release, self.catalog.versions.paired_cann(self.line), key=cann_key)
 
+    @cached_property
+    def limits_line(self) -> str:
+        """The line whose documents apply: the lower of the line and the one CANN pairs with."""
+        versions = self.catalog.versions
+        return min(self.line, versions.line_for_cann(self.limits_cann), key=versions.line_order)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the lookup of versions had to assume."""
         if self.cann is None:
             return ()
         warning = self.catalog.versions.known_cann(self.cann)[1]
-        return (warning,) if warning else ()
+        return (f"{warning}; the limits of CANN {self.limits_cann} are used",) if warning else ()
 
     # --- reachable phases (rule 1) -----------------------------------------------------------
 
@@ -419,13 +433,13 @@ class Deployment:
     def value(self, op: str, key: str) -> Any:
         """Return a catalog figure's value for these versions and this chip, or None."""
         return self.catalog.value(
-            op, key, cann=self.limits_cann, line=self.line, soc=self.soc.family
+            op, key, cann=self.limits_cann, line=self.limits_line, soc=self.soc.family
         )
 
     def source(self, op: str, key: str) -> str:
         """Return where a catalog figure comes from."""
         figure = self.catalog.figure(
-            op, key, cann=self.limits_cann, line=self.line, soc=self.soc.family
+            op, key, cann=self.limits_cann, line=self.limits_line, soc=self.soc.family
         )
         return "not documented" if figure is None else figure.source
 

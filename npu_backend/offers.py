@@ -81,6 +81,8 @@ SITE_WEIGHTS: Mapping[str, str] = {"q_absorb": "w_kc", "v_up": "w_vc"}
 SITES = tuple(SITE_WEIGHTS)
 
 _CODE = re.compile(r"^[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)*$")
+_STRATEGY = re.compile(r"^[^\s/@=:]+$")
+RESERVED = ("fused", "host")
 _IMPL = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 
@@ -232,6 +234,13 @@ def _check_impl(_: object, __: object, value: str) -> None:
         raise ValueError(f"impl is 'module:object', got {value!r}")
 
 
+def _check_strategy(_: object, __: object, value: str) -> None:
+    if not isinstance(value, str) or not _STRATEGY.match(value):
+        raise ValueError(f"{value!r} is no strategy's name: no spaces, '/', '@', '=' or ':'")
+    if value in RESERVED:
+        raise ValueError(f"{value!r} is a word of requests and no strategy's name")
+
+
 @frozen(kw_only=True, cache_hash=True)
 class Offer:
     """A strategy that a plugin offers.
@@ -256,7 +265,7 @@ class Offer:
         mode: Free text for the implementation and for people, such as a quantization mode.
     """
 
-    strategy: str = field(validator=instance_of(str))
+    strategy: str = field(validator=_check_strategy)
     impl: str = field(validator=_check_impl)
     envelope: Envelope = field(factory=Envelope, validator=instance_of(Envelope))
     reads: frozenset[str] = field(converter=_names, default=())

@@ -12,12 +12,11 @@ from typing import Any
 
 from attrs import field, frozen
 
-from npu_backend.catalog.versions import Versions, cann_key, suggest
+from npu_backend.catalog.override import SECTIONS, merged
+from npu_backend.catalog.versions import Versions, cann_key
 from npu_backend.errors import CatalogError
 
 __all__ = ["Catalog", "Figure", "load_catalog"]
-
-_SECTIONS = ("limits", "versions", "models")
 
 
 @frozen
@@ -93,7 +92,14 @@ class Catalog:
 
     def has_op(self, op: str, line: str) -> bool:
         """Whether a TorchNPU line registers an op such as ``npu::npu_mla_prolog_v3``."""
-        return bool(self.schemas["lines"][line]["ops"].get(op))
+        return bool(self.schemas_of(line).get(op))
+
+    def schemas_of(self, line: str) -> Mapping[str, Any]:
+        """Return the op schemas of a line; of one that an override adds, the newest before it."""
+        order = self.versions.line_order
+        recorded = [n for n in self.schemas["lines"] if order(n) <= order(line)]
+        ops: Mapping[str, Any] = self.schemas["lines"][max(recorded, key=order)]["ops"]
+        return ops
 
     def op_since(self, op: str) -> str | None:
         """Return the first line that registers an op, or None."""
@@ -130,51 +136,6 @@ def _read(name: str) -> dict[str, Any]:
     return data
 
 
-def _merge(base: Any, over: Any) -> Any:
-    """Merge as JSON merge patch does, except that null is a value: it lifts a limit."""
-    if isinstance(base, dict) and isinstance(over, dict):
-        merged = dict(base)
-        for key, value in over.items():
-            merged[key] = _merge(base[key], value) if key in base else value
-        return merged
-    return over
-
-
-def _check_override(over: Any, where: str, limits: Mapping[str, Any]) -> None:
-    if not isinstance(over, dict):
-        raise CatalogError("the override is not a JSON object", whom=where)
-    problems = [
-        f"unknown section {name!r}{suggest(name, _SECTIONS)}"
-        for name in over
-        if name not in _SECTIONS
-    ]
-    problems += [
-        f"section {name!r} is not an object"
-        for name, section in over.items()
-        if name in _SECTIONS and not isinstance(section, dict)
-    ]
-    ops = {} if problems else over.get("limits", {}).get("ops", {})
-    for op, figures in ops.items():
-        if not isinstance(figures, dict):
-            problems.append(f"the figures of {op!r} are not an object")
-            continue
-        if op not in limits["ops"]:
-            problems.append(f"unknown op {op!r}{suggest(op, limits['ops'])}")
-            continue
-        for key, row in figures.items():
-            if key not in limits["ops"][op]:
-                problems.append(f"unknown figure {op}.{key}{suggest(key, limits['ops'][op])}")
-            elif not isinstance(row, dict) or not row.get("source"):
-                problems.append(f"figure {op}.{key} names no source")
-    if problems:
-        raise CatalogError(
-            "the catalog override cannot be used",
-            whom=where,
-            why=problems,
-            remedy="correct the file; its form is the bundled catalog's, with a source a figure",
-        )
-
-
 def _load(override: Path | None) -> Catalog:
     limits, versions, models = _read("limits.json"), _read("versions.json"), _read("models.json")
     version = str(limits["version"])
@@ -183,17 +144,15 @@ def _load(override: Path | None) -> Catalog:
         try:
             text = override.read_text("utf-8")
             over = json.loads(text)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
+        except (OSError, ValueError, RecursionError) as err:
             raise CatalogError(
                 "the catalog override cannot be read",
                 whom=where,
                 why=f"{type(err).__name__}: {err}",
-                remedy="give a JSON file with any of the sections " + ", ".join(_SECTIONS),
+                remedy="give a JSON file with any of the sections " + ", ".join(SECTIONS),
             ) from err
-        _check_override(over, where, limits)
-        limits = _merge(limits, over.get("limits", {}))
-        versions = _merge(versions, over.get("versions", {}))
-        models = _merge(models, over.get("models", {}))
+        sections = merged({"limits": limits, "versions": versions, "models": models}, over, where)
+        limits, versions, models = (sections[name] for name in SECTIONS)
         if limits["version"] == version:
             # The figures differ from the bundled ones, so the version must too: it stands in
             # every fingerprint, and two ranks with different overrides must not agree.

@@ -18,7 +18,6 @@ from npu_backend.errors import CatalogError, DeploymentError
 __all__ = ["SocRecord", "Versions", "cann_key", "suggest"]
 
 _CANN = re.compile(r"^\s*(\d+)\.(\d+)(?:[.\-+].*)?\s*$")
-_PACKAGE = re.compile(r"^(\d+(?:\.\d+)+(?:\.post\d+)?)(?:[.+\-].*)?$")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -86,9 +85,9 @@ class Versions:
         packages = {p: line for line, row in self.lines.items() for p in row["packages"]}
         if text in packages:
             return packages[text]
-        match = _PACKAGE.match(text.split("+")[0])
-        if match and match[1] in packages:
-            return packages[match[1]]
+        public = text.partition("+")[0]  # a local version such as +git1234 is a build of the same
+        if public in packages:
+            return packages[public]
         known = [*self.lines, *packages]
         raise DeploymentError(
             f"torch-npu {torch_npu} is not in the table of packages{suggest(text, known)}",
@@ -127,10 +126,7 @@ class Versions:
         if cann_key(known) == key:
             return known, None
         kind = "newer than" if known == self.newest_cann else "not in"
-        return known, (
-            f"CANN {cann} is {kind} the catalog ({', '.join(self.cann)}); "
-            f"the limits of CANN {known} are used"
-        )
+        return known, f"CANN {cann} is {kind} the catalog ({', '.join(self.cann)})"
 
     def _too_old(self, cann: str) -> DeploymentError:
         return DeploymentError(

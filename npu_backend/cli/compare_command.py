@@ -18,7 +18,7 @@ __all__ = ["command"]
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise NpuBackendError(
             "the plan cannot be read",
             whom=str(path),

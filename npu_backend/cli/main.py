@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
 import click
 
-from npu_backend.cli.output import print_error, print_warning
+from npu_backend.cli.output import print_error, print_json, print_warning
 from npu_backend.errors import NpuBackendError
 
-__all__ = ["cli", "main"]
+__all__ = ["INTERNAL_ERROR", "cli", "main"]
+
+INTERNAL_ERROR = 3
+"""Exit code of a fault of this program; 0 to 2 are done, a proof failed, bad input."""
 
 _COMMANDS = {
     "plan": "Decide, and say why; needs no torch.",
@@ -73,8 +77,13 @@ def main(args: Sequence[str] | None = None) -> int:
         except NpuBackendError as err:
             print_error(err, as_json=as_json)
             code = 2
+        except click.exceptions.NoArgsIsHelpError as err:
+            click.echo(err.format_message(), err=True)
+            if as_json:
+                print_json({"error": _usage_error("no command is given").to_dict()})
+            code = 2
         except click.ClickException as err:
-            print_error(_usage_error(err), as_json=as_json)
+            print_error(_usage_error(err.format_message(), err), as_json=as_json)
             code = 2
         except (click.Abort, KeyboardInterrupt):
             click.echo("aborted", err=True)
@@ -83,15 +92,28 @@ def main(args: Sequence[str] | None = None) -> int:
             # The reader left (as `| head` does); nothing is wrong, and nothing more can be told.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
+        except Exception as err:
+            # A fault of this program, not of the input: told whole, also to machines.
+            traceback.print_exc()
+            fault = NpuBackendError(
+                f"npu-backend failed with {type(err).__name__}: {err}",
+                whom=f"command line {' '.join(argv)}",
+                why="this is a fault of npu-backend and not of the input",
+                remedy="report it with the traceback above",
+            )
+            print_error(fault, as_json=as_json)
+            code = INTERNAL_ERROR
     if args is None:
         sys.exit(code)
     return code
 
 
-def _usage_error(err: click.ClickException) -> NpuBackendError:
-    command = (
-        err.ctx.command_path if isinstance(err, click.UsageError) and err.ctx else "npu-backend"
-    )
+def _usage_error(what: str, err: click.ClickException | None = None) -> NpuBackendError:
+    context = err.ctx if isinstance(err, click.UsageError) else None
+    command = context.command_path if context else "npu-backend"
     return NpuBackendError(
-        err.format_message(), whom=f"command line of {command}", remedy=f"see {command} --help"
+        what,
+        whom=f"command line of {command}",
+        why="the call is not of the form that the command takes",
+        remedy=f"see {command} --help",
     )

@@ -190,6 +190,11 @@ def _max_tokens(values: tuple[str, ...]) -> dict[Phase, int]:
     return bounds
 
 
+def _given(option: str | None, installed: str | None) -> str | None:
+    """Return the option where it is there, also an empty one, which then is an error."""
+    return installed if option is None else option
+
+
 def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
     """Read the model, load the plugins, and plan.
 
@@ -219,8 +224,8 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         role=options["role"],
         catalog=backend.catalog,
         soc=options["soc"],
-        cann=options["cann"] or installed.get("cann"),
-        torch_npu=options["torch_npu"] or installed.get("torch_npu"),
+        cann=_given(options["cann"], installed.get("cann")),
+        torch_npu=_given(options["torch_npu"], installed.get("torch_npu")),
         kernels=options["kernels"],
         tp_size=options["tp_size"] or 0,
         attn_tp_size=options["attn_tp_size"] or 0,

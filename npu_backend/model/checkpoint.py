@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 
 from attrs import field, frozen
@@ -34,6 +34,8 @@ EXTRAS = (
 """Tensors beside a weight that serve its quantization, or its bias."""
 
 STATIC = frozenset({"input_scale", "deq_scale"})
+MODELSLIM_STATIC = frozenset({"input_scale", "input_offset", "deq_scale", "quant_bias"})
+"""What ModelSlim stores beside a static int8 weight, and ``mla_preprocess`` takes."""
 FLOATS = frozenset({"BF16", "F16", "F32"})
 FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 EXPONENTS = frozenset({"U8", "F8_E8M0"})
@@ -91,7 +93,9 @@ class Module:
             return ("none",)
         if dtype == "I8":
             if STATIC.intersection(extras):
-                return ("w8a8-static",)
+                whole = extras.keys() >= MODELSLIM_STATIC
+                kinds = ("w8a8-static", "w8a8-static-symmetric")
+                return kinds if whole else kinds[::-1]
             if "weight_scale" in extras:
                 return ("w8a8-dynamic", "w8a16", "w4a8-dynamic", "w4a16")
             raise self._unknown("it has neither weight_scale nor input_scale or deq_scale")
@@ -138,7 +142,11 @@ def measure(modules: Iterable[Module]) -> tuple[Measured, Measured | None]:
     if not extras:
         return weight, None
     largest = max(extras, key=lambda tensor: tensor.bytes)
-    return weight, Measured(largest.torch_dtype, sum(tensor.bytes for tensor in extras))
+    return weight, Measured(
+        largest.torch_dtype,
+        sum(tensor.bytes for tensor in extras),
+        sum(tensor.bytes for tensor in extras if prod(tensor.shape) == 1),
+    )
 
 
 @frozen

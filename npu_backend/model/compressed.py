@@ -89,7 +89,7 @@ def _kind(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: st
         if acts is None:
             return plain.get((bits, None)) if isinstance(bits, int) else None
         if acts == (8, "int") and bits == 8:
-            return "w8a8-dynamic" if dynamic else "w8a8-static"
+            return "w8a8-dynamic" if dynamic else "w8a8-static-symmetric"
         return "w4a8-dynamic" if acts == (8, "int") and bits == 4 and dynamic else None
     if family != "float" or bits != 8 or acts != (8, "float"):
         return None

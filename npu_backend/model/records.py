@@ -27,6 +27,7 @@ __all__ = [
 QUANT_KINDS = (
     "none",
     "w8a8-static",
+    "w8a8-static-symmetric",
     "w8a8-dynamic",
     "mxfp8",
     "fp8-block",
@@ -35,9 +36,10 @@ QUANT_KINDS = (
     "w4a8-dynamic",
     "w4a16",
 )
-"""Quantizations of one projection. ``none`` is 16- or 32-bit float; ``fp8`` is one scale a channel
-or tensor; ``fp8-block`` one scale for each 128 x 128 block; ``mxfp8`` one e8m0 scale for each 32
-inputs."""
+"""Quantizations of one projection. ``none`` is 16- or 32-bit float; ``w8a8-static`` has
+ModelSlim's input_scale, input_offset, deq_scale and quant_bias; ``w8a8-static-symmetric`` has an
+input_scale only; ``fp8`` is one scale a channel or tensor; ``fp8-block`` one scale for each
+128 x 128 block; ``mxfp8`` one e8m0 scale for each 32 inputs."""
 
 PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
 """What of a layer can be quantized by itself; :class:`Indexer` tells of its ``wq_b``."""
@@ -106,10 +108,12 @@ class Measured:
     Args:
         dtype: Name of the dtype as torch has it.
         bytes: Bytes of the whole weight, before any sharding.
+        replicated: Those of them that every rank holds whole: scales of one value.
     """
 
     dtype: str
     bytes: int = field(validator=ge(0))
+    replicated: int = field(default=0, validator=ge(0))
 
 
 def _quant(
@@ -218,6 +222,15 @@ class MlaLayer:
     @cached_property
     def _quant_map(self) -> dict[str, str]:
         return dict(self.quant)
+
+    def dtype_of(self, projection: str) -> str:
+        """Return the dtype of a float projection: what the checkpoint's headers say, else the
+        layer's."""
+        return self._measured_dtypes.get(projection, self.dtype)
+
+    @cached_property
+    def _measured_dtypes(self) -> dict[str, str]:
+        return {name: row.dtype for name, row in self.measured}
 
     @property
     def bmm_dtype(self) -> str:

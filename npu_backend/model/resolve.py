@@ -169,12 +169,10 @@ class Resolver:
                 )
         kind = found[0].kind
         if kind is not None and asked not in ("none", kind):
-            raise ModelError(
-                f"quantization {asked} was asked for, but the files say {kind}",
-                whom=f"{projection} of layer {site.layer_id}",
-                why=found[0].words,
-                remedy="leave the quantization to the files, or give a config.json without them",
-            )
+            # An explicit quantization is for where the files say nothing, and that is told.
+            self.assumed[
+                f"the files say {kind} of {projection}; {asked} applies only where they are silent"
+            ] = None
         # A file that has the two fused gives one module for both.
         modules = list({f.module.weight.name: f.module for f in found if f.module}.values())
         if not modules:

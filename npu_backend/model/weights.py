@@ -27,6 +27,7 @@ DTYPE_BYTES = {
 
 _WEIGHT_DTYPES = {
     "w8a8-static": "int8",
+    "w8a8-static-symmetric": "int8",
     "w8a8-dynamic": "int8",
     "w8a16": "int8",
     "mxfp8": "float8_e4m3fn",
@@ -66,6 +67,8 @@ def _scale_bytes(kind: str, rows: int, columns: int) -> tuple[str, int]:
     if kind == "w8a8-static":
         # deq_scale float32 and quant_bias int32 a row; input_scale and input_offset one value each.
         return "float32", rows * 8 + 8
+    if kind == "w8a8-static-symmetric":
+        return "float32", rows * 4 + 4
     if kind == "mxfp8":
         return "float8_e8m0fnu", rows * ceil(columns / MX_BLOCK)
     if kind == "fp8-block":
@@ -87,14 +90,10 @@ def _projection(
     specs = [WeightSpec(name, (rows_here, columns), dtype, size)]
     scale = f"{name}.scale"
     if scale in measured:
-        # A scale for each row is sharded as its rows are; one value for all is not.
-        total = measured[scale].bytes
-        here = total // shards if total >= rows else total
-        specs.append(
-            WeightSpec(
-                scale, (here // DTYPE_BYTES[measured[scale].dtype],), measured[scale].dtype, here
-            )
-        )
+        row = measured[scale]
+        # Scales of rows and of blocks are split as the rows are; one value for all is on each rank.
+        here = (row.bytes - row.replicated) // shards + row.replicated
+        specs.append(WeightSpec(scale, (here // DTYPE_BYTES[row.dtype],), row.dtype, here))
     elif kind != "none":
         scale_dtype, scale_size = _scale_bytes(kind, rows_here, columns)
         specs.append(

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from npu_backend.catalog import Catalog
 from npu_backend.model.records import MlaLayer
 from npu_backend.model.weights import WeightSpec, nz_castable
-from npu_backend.offers import Answer, Decline, Forbid, Offer, PluginInfo, Reason
+from npu_backend.offers import SITE_WEIGHTS, Answer, Decline, Forbid, Offer, PluginInfo, Reason
 from npu_backend.plan import DeclineRecord
 from npu_backend.planner.tables import Candidate
 
@@ -39,7 +39,7 @@ class Sorted:
 
 
 def _weight_reasons(
-    offer: Offer, weights: Mapping[str, WeightSpec], catalog: Catalog
+    offer: Offer, site: str | None, weights: Mapping[str, WeightSpec], catalog: Catalog
 ) -> list[Reason]:
     """Return why an offer cannot be trusted or served with these weights."""
     reasons: list[Reason] = []
@@ -51,6 +51,17 @@ def _weight_reasons(
                 "plugin.failed",
                 f"the offer names weights the layer does not have: {', '.join(unknown)} "
                 f"(it has {', '.join(weights)})",
+            )
+        )
+    elif site is not None and (
+        other := sorted(named - {SITE_WEIGHTS[site], f"{SITE_WEIGHTS[site]}.scale"})
+    ):
+        # Paths are decided by then: a reader found here would come too late for their copies.
+        reasons.append(
+            Reason(
+                "plugin.failed",
+                f"a kernel of {site} multiplies with {SITE_WEIGHTS[site]}; the offer also names "
+                f"{', '.join(other)}",
             )
         )
     elif not named:
@@ -114,7 +125,7 @@ def sort_answers(
 
     candidates = []
     for order, (plugin, offer) in enumerate(offers):
-        reasons = _weight_reasons(offer, weights, catalog)
+        reasons = _weight_reasons(offer, site, weights, catalog)
         if site is None:
             reasons += _kv_reason(offer, layer)
         reasons += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ class _Planner:
                 remedy="name other phases, or leave the layer out of the plan",
                 code="phase",
             )
+        # Heads that do not divide are the user's to mend, and no plugin's fault.
+        self.weights(layer)
         path = self._path(layer)
         self._settle(layer, "path", path.known, path.decided)
         tables: dict[str, Table] = dict.fromkeys(SITES, ())
@@ -146,7 +149,9 @@ class _Planner:
     def _host_entries(self, layer: MlaLayer) -> tuple[TableEntry, ...]:
         reach = self.deployment.reach(is_nextn=layer.is_nextn)
         return tuple(
-            TableEntry(HOST_MHA, str(self.deployment.host), (phase,), (1, reach[phase]))
+            TableEntry(
+                HOST_MHA, f"host ({self.deployment.host} unknown)", (phase,), (1, reach[phase])
+            )
             for phase in host_phases(layer, self.deployment)
         )
 
@@ -310,6 +315,14 @@ def plan_model(
             whom=f"model {model.name if model else '?'}",
             why="the selection of layers is empty, or the model has no MLA layer",
             remedy="name at least one layer",
+        )
+    count = Counter(layer.layer_id for layer in ordered)
+    if twice := [str(layer_id) for layer_id, times in count.items() if times > 1]:
+        raise DeploymentError(
+            f"layer ids {', '.join(twice)} are given more than once",
+            whom=f"model {model.name if model else '?'}",
+            why="a layer has one plan, and its id names it",
+            remedy="give each layer once, with an id of its own",
         )
     planner = _Planner(deployment, answers)
     plans = tuple(planner.plan(layer) for layer in ordered)

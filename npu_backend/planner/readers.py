@@ -57,8 +57,7 @@ def base_readers(
     if "weight_update" in deployment.promises:
         add(readers, weights, weights, "update")
     if "export" in deployment.promises:
-        kept = [name for name, spec in weights.items() if spec.origin == "checkpoint"]
-        add(readers, weights, kept, "export")
+        add(readers, weights, weights, "export")
     return readers
 
 

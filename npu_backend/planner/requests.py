@@ -28,8 +28,18 @@ class Unmet:
 
 
 def active(deployment: Deployment, layer: MlaLayer, kind: str) -> tuple[Request, ...]:
-    """Return the requests that bind a layer; MTP layers are bound by ``@nextn`` only."""
-    return tuple(r for r in deployment.requests if r.kind == kind and r.nextn == layer.is_nextn)
+    """Return the requests that bind a layer.
+
+    A path binds main layers, and MTP layers with ``@nextn`` only. A kernel binds every layer whose
+    paths use its site, with ``@nextn`` MTP layers only.
+    """
+
+    def binds(request: Request) -> bool:
+        if layer.is_nextn:
+            return request.nextn or kind != "path"
+        return not request.nextn
+
+    return tuple(r for r in deployment.requests if r.kind == kind and binds(r))
 
 
 def matches(candidate: Candidate, request: Request) -> bool:
@@ -95,10 +105,13 @@ def check(
         for reason in d.reasons
     ] + list(extra_reasons)
     if not legal:
-        if fitting and not said:
+        if fitting:
             phases = ", ".join(str(p) for p in beside_idle) or "nothing beside idle"
             serves = sorted({str(p) for c in fitting for p in c.offer.envelope.phases})
-            said = [f"phase: it serves {', '.join(serves)}; reachable here: {phases}"]
+            said.append(f"phase: it serves {', '.join(serves)}; reachable here: {phases}")
+        elif request.dist and (named := [c for c in candidates if _named(request, c.strategy)]):
+            owners = sorted({canonicalize_name(c.plugin.dist) for c in named})
+            said.append(f"distribution {request.dist} offers none; {', '.join(owners)} does")
         return Unmet(request, tuple(said) or ("no plugin offers or declines it here",))
     for run in served:
         if run.by is None or run.phase not in beside_idle or matches(run.by, request):

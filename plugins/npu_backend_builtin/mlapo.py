@@ -28,6 +28,8 @@ Q_LORA = {"sgl-kernel-npu": None, "vllm-ascend": "float"}
 
 PHASES = tuple(p for p in Phase if p is not Phase.EXTEND)
 QUANT = "w8a8-static"
+SYMMETRIC = "w8a8-static-symmetric"
+"""Static int8 without ModelSlim's offset, deq_scale and quant_bias (compressed-tensors)."""
 
 
 def _kv_layouts(check: Check, layer: MlaLayer) -> frozenset[KvLayout]:
@@ -79,8 +81,15 @@ def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
     wrong = [
         f"{name} is {kind}"
         for name in ("fused_qkv_a_proj", "q_b_proj")
-        if (kind := layer.quant_of(name)) != QUANT
+        if (kind := layer.quant_of(name)) not in (QUANT, SYMMETRIC)
     ]
+    bare = [name for name in ("fused_qkv_a_proj", "q_b_proj") if layer.quant_of(name) == SYMMETRIC]
+    if bare:
+        check.add(
+            "quant.layout",
+            f"{OP} takes input_offset, deq_scale and quant_bias as well; {' and '.join(bare)} "
+            "have an input_scale only",
+        )
     if wrong:
         check.add("quant.mode", f"{OP} takes {QUANT} projections; " + ", ".join(wrong))
     layouts = _kv_layouts(check, layer)

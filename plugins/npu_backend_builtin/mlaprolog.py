@@ -100,7 +100,13 @@ def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
         check.member(f"dims.{name}", name, getattr(layer, name), name)
     if not layer.has_rope:
         check.add("rope.layout", f"{OP} always rotates, and the layer has no RoPE")
-    for what, dtype in (("activations", layer.dtype), ("w_kc", layer.bmm_dtype)):
+    floats = {"activations": layer.dtype, "w_kc": layer.bmm_dtype}
+    floats |= {
+        name: layer.dtype_of(name)
+        for name in ("fused_qkv_a_proj", "q_b_proj")
+        if layer.quant_of(name) == "none"
+    }
+    for what, dtype in floats.items():
         check.member("dtype", f"{what} of", dtype, "dtypes")
     mode = _mode(check, layer)
     layouts = _kv_layouts(check, layer, mode)

@@ -36,7 +36,7 @@ def _votes(layer: MlaLayer, deployment: Deployment, unread: tuple[tuple[str, boo
     votes: list[Release | Keep] = []
     for name, promised in unread:
         target = name.removesuffix(".scale")
-        if "lora" in deployment.promises and target in _LORA_TARGETS and not deployment.restore:
+        if "lora" in deployment.promises and target in _LORA_TARGETS:
             votes.append(Keep(name, "promise.lora: LoRA adapters are applied to the original"))
         elif deployment.role is Role.NULL and (why := _null_keeps(name, layer, deployment)):
             votes.append(Keep(name, why))

@@ -7,6 +7,7 @@ same op behind an explicit transpose ([0,1,2]), ``batch_matmul_transpose`` of a 
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from npu_backend import BmmSpec, Decline, Deployment, Envelope, Forbid, Offer, Reason, hookimpl
@@ -23,6 +24,7 @@ CUSTOM_OPS = {
     "vllm-ascend": "_C_ascend::batch_matmul_transpose",
 }
 _IMPL = "npu_backend_builtin.impl.bmm"
+_DATE = re.compile(r"v?(20\d\d)\.?(\d{1,2})\.?(\d{1,2})(?!\d)")
 
 Answers = tuple[Offer | Decline | Forbid, ...]
 
@@ -52,8 +54,9 @@ def _transpose_check(bmm: BmmSpec, deployment: Deployment) -> Check:
     if not documented or deployment.soc.family in check.figure("soc_unlimited"):
         return check
     for axis, size, key in (("B", bmm.B, "b_below"), ("N", bmm.N, "n_below")):
-        if size >= check.figure(key):
-            check.add("bmm.k_limit", f"{axis} = {size} is not below {check.figure(key)}", key)
+        limit = check.figure(key)
+        if limit is not None and size >= limit:
+            check.add("bmm.k_limit", f"{axis} = {size} is not below {limit}", key)
     key = "kn_multiple_nz" if nz else "kn_multiple"
     multiple = check.figure(key) or 1
     for axis, size in (("K", bmm.K), ("N", bmm.N)):
@@ -89,7 +92,7 @@ def _transposing(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
 def _explicit(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
     check = _transpose_check(bmm, deployment)
     limit = check.figure("k_below")
-    if _limit_applies(check) and limit <= bmm.K:
+    if limit is not None and _limit_applies(check) and limit <= bmm.K:
         check.add("bmm.k_limit", f"K = {bmm.K} is not below {limit}", "k_below")
     return _answer(EXPLICIT, check, "Explicit", reads=(bmm.weight,), copies_input=True)
 
@@ -100,18 +103,9 @@ def _library_version(check: Check) -> None:
     fixed = check.figure("fixed_release")
     if kernels.name != "sgl-kernel-npu" or kernels.version is None or fixed is None:
         return
-    key = [int(part) for part in fixed.split(".")]
-    try:
-        have = [int(part) for part in kernels.version.split(".")[:3]]
-    except ValueError:
-        check.add(
-            "library.version",
-            f"{kernels} has no date for a version, so it cannot be told from the faulty ones "
-            f"before {fixed}",
-            "fixed_release",
-        )
-        return
-    if have < key:
+    # Its versions are dates. One that is no whole date says nothing of its age: then it is offered.
+    date = _DATE.match(kernels.version)
+    if date and [int(part) for part in date.groups()] < [int(part) for part in fixed.split(".")]:
         check.add(
             "library.version",
             f"{kernels} is older than {fixed}, where {CUSTOM} was mended for CANN 8.5 and newer",

@@ -207,6 +207,19 @@ def test_rows_of_an_override_may_stand_in_any_order(tmp_path):
         ({"limits": {"ops": {"npu_transpose_batchmatmull": {}}}}, f"did you mean '{TBMM}'"),
         ({"limits": {"ops": {TBMM: {"bk_limit": {"value": 1, "source": "s"}}}}}, "bk_limit"),
         ({"limits": {"ops": {TBMM: {"bk_below": {"value": 1}}}}}, "names no source"),
+        ({"limits": {"ops": {TBMM: {"bk_below": {"value": "many", "source": "s"}}}}}, "'many'"),
+        ({"limits": {"ops": {TBMM: {"soc": {"value": None, "source": "s"}}}}}, "not a list"),
+        ({"limits": {"ops": {TBMM: {"bk_below": {"source": "s"}}}}}, "not exactly one"),
+        ({"limits": {"ops": {TBMM: {"bk_below": {"by_cann": {"x": 1}, "source": "s"}}}}}, "'x'"),
+        ({"limits": {"ops": None}}, "not an object"),
+        ({"limits": {"sources": None}}, "not an object"),
+        ({"versions": {"cann": ["nine"]}}, "'nine'"),
+        ({"versions": {"lines": {"26.2": None}}}, "not an object"),
+        ({"versions": {"lines": {"27.0": {"packages": ["3.0.0"]}}}}, "not in versions.cann"),
+        ({"versions": {"socs": None}}, "not an object"),
+        ({"models": {"models": None}}, "not an object"),
+        ({"models": {"notes": {"glm-9": []}}}, "glm-9"),
+        ({"models": {"notes": {"kimi-k3": [{}]}}}, "strategy"),
         ({"limits": []}, "not an object"),
         ({"limits": {"ops": {TBMM: []}}}, "not an object"),
         ({"versions": 3}, "not an object"),
@@ -218,3 +231,49 @@ def test_a_bad_override_is_an_error_that_names_the_file(tmp_path, data, words):
         load_catalog(file)
     assert words in str(caught.value)
     assert "mine.json" in str(caught.value)
+
+
+def test_a_plain_value_replaces_rows_by_version_and_null_lifts_a_limit(tmp_path):
+    for value in (None, 100000):
+        file = _write(
+            tmp_path / "mine.json",
+            {"limits": {"ops": {TBMM: {"bk_below": {"value": value, "source": "measured"}}}}},
+        )
+        mine = load_catalog(file)
+        assert mine.value(TBMM, "bk_below", cann="8.5.0") == value
+        assert mine.value(TBMM, "bk_below", cann="9.2.0") == value
+
+
+def test_a_package_or_a_line_can_be_added(tmp_path):
+    file = _write(
+        tmp_path / "mine.json",
+        {
+            "versions": {
+                "cann": ["9.3.0"],
+                "lines": {
+                    "26.2": {"packages": ["2.99.0"]},
+                    "27.0": {"cann": "9.3.0", "packages": ["3.0.0"]},
+                },
+            }
+        },
+    )
+    versions = load_catalog(file).versions
+    assert versions.line_of("2.99.0") == "26.2"
+    assert versions.line_of("2.13.0") == "26.2"
+    assert versions.line_of("3.0.0") == "27.0"
+    assert versions.newest_cann == "9.3.0"
+    # A line nobody recorded has the ops of the newest one before it.
+    assert load_catalog(file).has_op("npu::npu_mla_prolog_v3", "27.0")
+
+
+def test_every_problem_of_an_override_is_told_at_once(tmp_path):
+    file = _write(
+        tmp_path / "mine.json",
+        {
+            "limits": {"ops": {"nope": {}, TBMM: {"nope": {}, "bk_below": {"value": 1}}}},
+            "model": {},
+        },
+    )
+    with pytest.raises(CatalogError) as caught:
+        load_catalog(file)
+    assert len(caught.value.why) == 4

@@ -205,6 +205,11 @@ def test_every_option_of_a_deployment_is_taken():
             ["quant.mode", "layers 0-77"],
         ),
         (["glm-5.2", "--request", "nonsense"], "request.unmet", ["KIND=NAME"]),
+        (["glm-5.2", "--request", "path=/absorb"], "request.unmet", ["no distribution"]),
+        (["glm-5.2", "--cann", ""], "library.version", ["not a CANN version"]),
+        (["glm-5.2", "--torch-npu", ""], "library.version", ["not in the table"]),
+        (["glm-5.2", "--kernels", ""], "library.version", ["not a kernel library"]),
+        (["glm-5.2", "--attn-tp-size", "3", "--strict"], "dims.heads", ["64 heads"]),
         (["glm-5.2", "--max-tokens", "many"], "tokens.limit", ["many"]),
         (["glm-5.2", "--layers", "500"], None, ["500"]),
         (["glm-5.2", "--host", "sglan"], None, ["did you mean 'sglang'"]),
@@ -297,11 +302,64 @@ def test_compare_tells_a_pair_that_can_share_a_cache_from_one_that_cannot(tmp_pa
     assert json.loads(same.stdout)["equal"] is True
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 7}', "not json"])
+HEAD = '{"schema": 1, "fingerprint": "", '
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"schema": 7}',
+        "not json",
+        "[" * 100000,
+        HEAD + '"deployment": [], "layers": []}',
+        HEAD + '"deployment": {}, "layers": [{"layer_id": 0}, {"layer_id": "1"}]}',
+        HEAD + '"deployment": {}, "layers": [], "plugins": [{}]}',
+        HEAD + '"deployment": {}, "layers": [{"layer_id": 0, "weights": [{"name": "w"}]}]}',
+        HEAD + '"deployment": {}, "layers": [{"layer_id": 0, "path": 1, "declined": [3]}]}',
+    ],
+)
 def test_compare_refuses_what_is_no_plan(tmp_path, text):
+    good = tmp_path / "good.json"
+    good.write_text(HEAD + '"deployment": {}, "layers": [{"layer_id": 0, "path": 2}]}')
     (tmp_path / "bad.json").write_text(text)
-    done = npu_backend("compare", str(tmp_path / "bad.json"), str(tmp_path / "bad.json"), code=2)
+    done = npu_backend("compare", str(tmp_path / "bad.json"), str(good), "--json", code=2)
     assert "bad.json" in done.stderr
+    assert set(json.loads(done.stdout)) == {"error"}
+
+
+def test_compare_tells_that_the_models_differ(tmp_path):
+    files = []
+    for model in ("deepseek-v3", "kimi-k2"):
+        files.append(tmp_path / f"{model}.json")
+        files[-1].write_text(npu_backend("plan", model, "--role", "decode", "--json").stdout)
+    data = json.loads(npu_backend("compare", *map(str, files), "--json").stdout)
+    assert {
+        "layer_id": None,
+        "what": "model.name",
+        "a": "deepseek-v3",
+        "b": "kimi-k2",
+        "why": [],
+    } in data["differences"]
+
+
+def test_a_fault_of_the_program_is_told_whole_and_is_no_bad_input(monkeypatch, capsys):
+    from npu_backend.cli import main, plan_command
+
+    def broken(*_args, **_kwargs):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(plan_command, "plan_from", broken)
+    assert main(["plan", "glm-5.2", "--json"]) == 3
+    out, err = capsys.readouterr()
+    assert "planted" in json.loads(out)["error"]["what"]
+    assert "Traceback" in err
+
+
+def test_without_a_command_the_help_is_shown_and_the_exit_code_is_2():
+    assert "Commands" in npu_backend(code=2).stderr
 
 
 def test_doctor_tells_what_this_machine_allows():

@@ -49,7 +49,7 @@ def test_measured_bytes_are_those_of_the_whole_fused_weight(
     measured = dict(layer.measured)
     # 128 + 80 rows of 256 int8; a row has 8 bytes of deq_scale and quant_bias, a tensor 8 of input.
     assert measured["fused_qkv_a_proj"] == Measured("int8", 208 * 256)
-    assert measured["fused_qkv_a_proj.scale"] == Measured("float32", 208 * 8 + 2 * 8)
+    assert measured["fused_qkv_a_proj.scale"] == Measured("float32", 208 * 8 + 2 * 8, 2 * 8)
     assert measured["q_b_proj"] == Measured("int8", 192 * 128)
     assert measured["kv_b_proj"] == Measured("bfloat16", 256 * 64 * 2)
     assert "kv_b_proj.scale" not in measured
@@ -58,6 +58,20 @@ def test_measured_bytes_are_those_of_the_whole_fused_weight(
     half = {spec.name: spec.bytes for spec in loaded_weights(layer, 2)}
     assert whole["fused_qkv_a_proj"] == half["fused_qkv_a_proj"] == 208 * 256
     assert whole["q_b_proj"] == 2 * half["q_b_proj"] == 192 * 128
+    # Rows are split over ranks, the two values of the input are on each of them.
+    assert whole["q_b_proj.scale"] == 192 * 8 + 8
+    assert half["q_b_proj.scale"] == 192 * 8 // 2 + 8
+
+
+def test_scales_of_blocks_are_split_over_ranks_as_their_rows_are(
+    model_dir: Any, attention_tensors: Any
+) -> None:
+    model_dir.config(**ONE).tensors(attention_tensors(P0, "fp8-block"))
+    layer = read_model(model_dir.path)[0]
+    whole = {spec.name: spec.bytes for spec in loaded_weights(layer, 1)}
+    half = {spec.name: spec.bytes for spec in loaded_weights(layer, 2)}
+    assert whole["q_b_proj.scale"] == 2 * half["q_b_proj.scale"] == 2 * 1 * 4
+    assert whole["fused_qkv_a_proj.scale"] == half["fused_qkv_a_proj.scale"]
 
 
 def test_a_float_checkpoint_of_another_dtype_is_measured_and_noted(
@@ -199,12 +213,33 @@ def test_packed_int4_weights_are_known(model_dir: Any, attention_tensors: Any) -
     assert dict(layer.measured)["q_b_proj"] == Measured("int32", 192 * 16 * 4)
 
 
-def test_the_callers_quantization_must_not_contradict_the_tensors(
+def test_the_callers_quantization_is_for_where_the_tensors_are_silent_and_that_is_told(
     model_dir: Any, attention_tensors: Any
 ) -> None:
     model_dir.config(**ONE).tensors(attention_tensors(P0, "none"))
-    with pytest.raises(ModelError, match="mxfp8 was asked for, but the files say none"):
-        read_model(model_dir.path, quant="mxfp8")
+    model = read_model(model_dir.path, quant="mxfp8")
+    assert model[0].quant_of("q_b_proj") == "none"
+    assert any("mxfp8 applies only where they are silent" in text for text in model.info.assumed)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "kind"),
+    [
+        ((), "w8a8-static"),
+        (("deq_scale",), "w8a8-static-symmetric"),
+        (("input_offset", "deq_scale", "quant_bias"), "w8a8-static-symmetric"),
+    ],
+)
+def test_static_int8_without_modelslims_tensors_is_a_kind_of_its_own(
+    model_dir: Any, attention_tensors: Any, lacks: tuple[str, ...], kind: str
+) -> None:
+    tensors = {
+        name: tensor
+        for name, tensor in attention_tensors(P0, "w8a8-static").items()
+        if not name.endswith(tuple(f".{part}" for part in lacks) or "?")
+    }
+    model_dir.config(**ONE).tensors(tensors)
+    assert read_model(model_dir.path)[0].quant_of("q_b_proj") == kind
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_broken_description_is_an_error_that_names_it(model_dir: Any) -> None:
     ("weights", "inputs", "more", "kind"),
     [
         (INT8, TOKEN, {}, "w8a8-dynamic"),
-        (INT8, {**TOKEN, "dynamic": False}, {}, "w8a8-static"),
+        (INT8, {**TOKEN, "dynamic": False}, {}, "w8a8-static-symmetric"),
         (INT8, None, {}, "w8a16"),
         ({**INT8, "num_bits": 4}, None, {}, "w4a16"),
         ({**INT8, "num_bits": 4}, TOKEN, {}, "w4a8-dynamic"),
@@ -392,15 +392,14 @@ def test_a_config_may_point_to_the_description(model_dir: Any, modelslim_types: 
     assert kinds(read_model(model_dir.path)[0]) == all_of("w8a8-static", "none")
 
 
-def test_an_explicit_quantization_that_contradicts_the_files_is_an_error(
+def test_an_explicit_quantization_is_for_where_the_files_are_silent_and_that_is_told(
     model_dir: Any, modelslim_types: Any
 ) -> None:
     types = modelslim_types(LAYER.format(0), "W8A8")
     model_dir.config(num_hidden_layers=1).description(types)
-    with pytest.raises(
-        ModelError, match="w8a8-dynamic was asked for, but the files say w8a8-static"
-    ):
-        read_model(model_dir.path, quant="w8a8-dynamic")
+    model = read_model(model_dir.path, quant="w8a8-dynamic")
+    assert kinds(model[0]) == all_of("w8a8-static", "none")
+    assert any("the files say w8a8-static" in text for text in model.info.assumed)
     assert kinds(read_model(model_dir.path, quant="w8a8-static")[0]) == all_of(
         "w8a8-static", "none"
     )

@@ -262,7 +262,7 @@ def _check(plan: Any, deployment: Deployment, script: Scripted) -> None:
             if request.kind == "path" and request.nextn == layer.layer.is_nextn:
                 if request.name != "fused":
                     assert any(e.strategy == request.name for e in layer.path)
-            elif request.kind != "path" and not layer.layer.is_nextn and layer.table(request.kind):
+            elif request.kind != "path" and layer.table(request.kind):
                 assert any(e.strategy == request.name for e in layer.table(request.kind))
         # One KV layout per layer: whoever serves can write it.
         for e in layer.path:

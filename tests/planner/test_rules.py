@@ -417,8 +417,7 @@ def test_update_and_export_are_readers_and_restore_lets_them_come_back(plan):
         assert back.path[0].strategy == "mlaprolog"
         assert back.weight("q_b_proj").action == "restore"
         assert reader in back.weight("q_b_proj").readers
-    # w_kc is made while loading; an export does not write it.
-    assert back.weight("w_kc").action == "release"
+    assert back.weight("w_kc").action == "restore"
 
 
 def test_a_role_switch_keeps_what_the_other_role_reads_or_restores_it(plan):
@@ -433,6 +432,9 @@ def test_a_role_switch_keeps_what_the_other_role_reads_or_restores_it(plan):
 
 
 def test_lora_and_context_parallelism_decline_the_fused_paths(plan, refusals):
+    restored = {"promises": ["lora"], "restore": True}
+    kept = plan("glm-5.2", role="decode", cann="9.1.0", **restored).layers[0]
+    assert kept.weight("kv_b_proj").action == "keep"
     lora = plan("glm-5.2", role="decode", cann="9.1.0", promises=["lora"]).layers[0]
     assert "promise.lora" in refusals(lora, "mlaprolog")
     assert lora.weight("kv_b_proj").action == "keep"
@@ -462,6 +464,8 @@ def test_limits_follow_the_lower_of_line_and_cann(torch_npu, cann, line, limits)
 
 
 def test_a_newer_cann_takes_the_newest_limits_with_a_warning_and_an_older_one_is_an_error():
+    (other,) = Deployment(cann="9.9.1", torch_npu="2.9.0").warnings
+    assert "the limits of CANN 8.5.0 are used" in other
     (warning,) = Deployment(cann="9.9.1").warnings
     assert "9.9.1" in warning
     assert "9.2.0" in warning
@@ -504,6 +508,57 @@ def test_not_documented_for_a_chip_is_a_reason(plan, refusals):
     on_310p = plan("deepseek-v3", role="decode", soc="310P", cann="9.1.0").layers[0]
     assert "soc.unsupported" in refusals(on_310p, T102, "v_up")
     assert [e.strategy for e in on_310p.v_up] == ["torch.bmm"]
+
+
+def test_figures_by_line_follow_the_lower_of_line_and_cann_as_well(plan, refusals):
+    newer_line = {"role": "decode", "torch_npu": "26.1"}
+    on_a2 = plan("deepseek-v3", soc="A2", cann="9.0.0", **newer_line).layers[0]
+    assert "soc.undocumented" in refusals(on_a2, "mlaprolog")
+    on_82 = plan("deepseek-v3", soc="A3", cann="8.2.RC1", **newer_line).layers[0]
+    assert "soc.undocumented" in refusals(on_82, "mlaprolog")
+
+
+def test_heads_that_do_not_divide_are_the_users_and_no_plugins_fault(plan, recwarn):
+    from npu_backend import ModelError
+
+    with pytest.raises(ModelError, match="128 heads do not divide") as caught:
+        plan("deepseek-v3", attn_tp_size=3)
+    assert caught.value.code == "dims.heads"
+    assert not [w for w in recwarn if "failed" in str(w.message)]
+
+
+def test_a_layer_is_planned_once(plan, make_layer):
+    with pytest.raises(DeploymentError, match="more than once"):
+        plan.layers([make_layer(), make_layer()])
+
+
+def test_a_kernel_may_only_read_the_weight_of_its_site(plan, refusals):
+    def select_bmm_kernel(bmm, deployment):
+        return Offer(strategy="greedy", impl="acme:k", reads=[bmm.weight, "fused_qkv_a_proj"])
+
+    plan.vendor(select_bmm_kernel)
+    layer = plan("glm-5.2", role="decode", cann="9.1.0").layers[0]
+    assert "fused_qkv_a_proj" in refusals(layer, "greedy", "v_up")["plugin.failed"]
+
+
+@pytest.mark.parametrize("name", ["fused", "host", "host:mha", "a/b", "a@nextn", "a b", ""])
+def test_words_of_requests_and_hosts_are_no_strategys_name(name):
+    with pytest.raises(ValueError, match="strategy's name"):
+        Offer(strategy=name, impl="acme:k", reads=["w_vc"])
+
+
+def test_a_kernel_request_binds_mtp_layers_as_well_and_nextn_them_alone(plan, who):
+    both = plan("glm-5.2", role="decode", cann="9.1.0", requests="v_up=torch.bmm")
+    assert {who(layer, "v_up")[0][0] for layer in both.layers} == {"torch.bmm"}
+    mtp = plan("glm-5.2", role="decode", cann="9.1.0", requests="v_up=torch.bmm@nextn")
+    assert who(mtp.layers[0], "v_up")[0][0] == T102
+    assert who(mtp.layers[78], "v_up")[0][0] == "torch.bmm"
+
+
+def test_static_int8_without_offset_and_bias_is_not_mlapos(plan, refusals, make_layer):
+    quant = dict.fromkeys(("fused_qkv_a_proj", "q_b_proj"), "w8a8-static-symmetric")
+    layer = plan.layers([make_layer(quant=quant)], role="decode", max_tokens=1024).layers[0]
+    assert "quant_bias" in refusals(layer, "mlapo")["quant.layout"]
 
 
 def test_an_op_that_the_line_lacks_is_missing(plan, refusals):

@@ -18,7 +18,7 @@ def catalog_schemas(catalog: Catalog, op: str, line: str, library: str) -> tuple
 
     An empty tuple: the op exists, its schema is not recorded.
     """
-    found = catalog.schemas["lines"][line]["ops"].get(op)
+    found = catalog.schemas_of(line).get(op)
     if found:
         return tuple(found)
     supplied = catalog.schemas["libraries"].get(library, {"ops": {}})["ops"]

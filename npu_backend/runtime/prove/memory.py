@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch.multiprocessing import reductions
 
+from npu_backend.runtime.ledger import EXACT_STATISTIC
 from npu_backend.runtime.tombstone import is_tombstone
 
-__all__ = ["EXACT_STATISTIC", "MemoryWatch"]
-
-EXACT_STATISTIC = "requested_bytes.all.current"
-"""The allocator's figure without block slack; TorchNPU for torch 2.5.1 does not have it."""
+__all__ = ["MemoryWatch"]
 
 
 def _weak(tensor: torch.Tensor) -> Any:

@@ -11,8 +11,8 @@ from npu_backend.deployment import Phase
 from npu_backend.errors import BoundExceededError, WeightReleasedError
 from npu_backend.plan import LayerPlan
 from npu_backend.runtime.bound import BoundLayer
-from npu_backend.runtime.ledger import Ledger
-from npu_backend.runtime.prove.memory import EXACT_STATISTIC, MemoryWatch
+from npu_backend.runtime.ledger import Ledger, allocator_slack
+from npu_backend.runtime.prove.memory import MemoryWatch
 from npu_backend.runtime.prove.records import Proof
 from npu_backend.runtime.prove.scenario import HOST_MHA
 
@@ -50,9 +50,7 @@ def prove_bytes(plan: LayerPlan, amended: LayerPlan, ledger: Ledger, watch: Memo
     if fell is not None:
         figures |= {"allocator": statistic, "allocator_freed": fell}
         seen += f" and by {statistic}"
-        # Older lines have no exact figure; theirs carries block slack of up to 512 bytes a weight.
-        slack = 0 if statistic == EXACT_STATISTIC else 512 * max(len(planned), 1)
-        if abs(fell - total) > slack:
+        if not 0 <= fell - total <= allocator_slack(statistic, len(planned)):
             wrong.append(f"{statistic} fell by {fell}, planned are {total}")
     text = f"{gone} bytes freed of {total} planned, by {seen}"
     if wrong:

@@ -49,6 +49,13 @@ class Place:
         """The lower of the CANN version and the one paired with the line."""
         return min(self.cann, load_catalog().versions.paired_cann(self.line), key=cann_key)
 
+    @property
+    def limiting_line(self) -> str:
+        """The lower of the line and the one paired with the CANN version."""
+        versions = load_catalog().versions
+        paired = versions.line_for_cann(self.limiting_cann)
+        return min(self.line, paired, key=versions.line_order)
+
     def reject(self, op: str, reason: str) -> OpRejectedError:
         """Return the error with which an op refuses a call."""
         return OpRejectedError(op, reason, str(self))
@@ -56,7 +63,7 @@ class Place:
     def figure(self, op: str, key: str) -> Figure | None:
         """Return a figure of the catalog at this place, or None where none is documented."""
         return load_catalog().figure(
-            op, key, cann=self.limiting_cann, line=self.line, soc=self.family
+            op, key, cann=self.limiting_cann, line=self.limiting_line, soc=self.family
         )
 
     def value(self, op: str, key: str) -> Any:
