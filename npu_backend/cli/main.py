@@ -92,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> int:
             # The reader left (as `| head` does); nothing is wrong, and nothing more can be told.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
-        except Exception as err:
+        except Exception as err:  # noqa: BLE001 - told whole below
             # A fault of this program, not of the input: told whole, also to machines.
             traceback.print_exc()
             fault = NpuBackendError(
