@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from importlib import metadata
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from npu_backend import Offer, SchemaMismatchError
 from npu_backend.catalog import load_catalog
 from npu_backend.runtime import reference
+from npu_backend.runtime.ops import device, schemas
 from npu_backend.runtime.ops.cpu import CpuOps
 from npu_backend.runtime.ops.device import DeviceOps
 from npu_backend.runtime.ops.schemas import check_schemas
@@ -22,13 +24,23 @@ CATALOG = load_catalog()
 
 
 @pytest.fixture
-def registered():
-    """Register ops under the namespace of torch_npu, as an installed package would."""
+def registered(monkeypatch):
+    """Only what a test defines is registered under torch_npu's namespace.
+
+    The facade is given the test's own table, so that what the process has loaded beside it, such as
+    the real torch_npu, changes nothing.
+    """
+    table = defaultdict(list)
     library = torch.library.Library("npu", "FRAGMENT")
 
     def define(schema):
-        library.define(schema)
+        parsed = torch._C.parse_schema(f"npu::{schema}")
+        table[parsed.name].append(parsed)
+        if not torch._C._jit_get_schemas_for_operator(parsed.name):
+            library.define(schema)
 
+    for module in (schemas, device):
+        monkeypatch.setattr(module, "installed_schemas", lambda op: tuple(table.get(op, ())))
     yield define
     library._destroy()
 
@@ -42,7 +54,7 @@ def test_the_catalogs_own_schema_is_accepted(registered):
     _check("npu::npu_rms_norm")
 
 
-def test_an_absent_op_is_named_with_line_and_schema():
+def test_an_absent_op_is_named_with_line_and_schema(registered):
     with pytest.raises(SchemaMismatchError) as caught:
         _check("npu::npu_interleave_rope", line="26.1")
     text = str(caught.value)
