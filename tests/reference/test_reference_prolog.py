@@ -300,13 +300,9 @@ def test_the_functional_form_leaves_its_caches_alone(inputs):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"weight_quant_mode": 3}, "weight_quant_mode"),
-        ({"kv_cache_quant_mode": 1}, "kv_cache_quant_mode"),
-        ({"query_quant_mode": 1}, "query_quant_mode"),
+        ({"weight_quant_mode": 5}, "weight_quant_mode"),
         ({"cache_mode": "PA_BLK_BSND"}, "PA_BLK_BSND"),
         ({"cache_mode": "TND"}, "TND"),
-        ({"ckvkr_repo_mode": 1}, "ckvkr_repo_mode"),
-        ({"quant_scale_ckv": torch.ones(1)}, "quant_scale_ckv"),
         ({"token_x_dtype": 1}, "token_x_dtype"),
     ],
 )

@@ -43,7 +43,7 @@ def test_dynamic_quant_errs_by_half_a_step_at_most(rows, width, size, seed):
     ("kwargs", "word"),
     [
         ({"group_index": torch.zeros(1)}, "group_index"),
-        ({"dst_type": 24}, "24"),
+        ({"dst_type": 23}, "23"),
         ({"dst_type": torch.uint8}, "uint8"),
         ({"quant_mode": "pertensor"}, "pertensor"),
         ({"dst_type_max": 3.0}, "dst_type_max"),

@@ -18,7 +18,12 @@ from npu_backend.runtime.reference.bmm import batch_matmul_transpose, npu_transp
 from npu_backend.runtime.reference.formats import get_npu_format, npu_format_cast
 from npu_backend.runtime.reference.mlapo import mla_preprocess
 from npu_backend.runtime.reference.prolog import npu_mla_prolog_v3, npu_mla_prolog_v3_functional
-from npu_backend.runtime.reference.quant import npu_dynamic_quant, npu_quant_matmul, npu_quantize
+from npu_backend.runtime.reference.quant import (
+    npu_dynamic_mx_quant,
+    npu_dynamic_quant,
+    npu_quant_matmul,
+    npu_quantize,
+)
 from npu_backend.runtime.reference.rope import (
     npu_interleave_rope,
     npu_kv_rmsnorm_rope_cache,
@@ -30,6 +35,7 @@ __all__ = [
     "batch_matmul_transpose",
     "get_npu_format",
     "mla_preprocess",
+    "npu_dynamic_mx_quant",
     "npu_dynamic_quant",
     "npu_format_cast",
     "npu_interleave_rope",
@@ -48,6 +54,7 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
         batch_matmul_transpose,
         get_npu_format,
         mla_preprocess,
+        npu_dynamic_mx_quant,
         npu_dynamic_quant,
         npu_format_cast,
         npu_interleave_rope,

@@ -8,8 +8,14 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "E4M3_MAX",
+    "MX_BLOCK",
     "as_scale",
+    "eight_bit",
     "int8_product",
+    "mx_product",
+    "mx_quantized",
+    "mx_scales",
     "product",
     "rms_scaled",
     "rotate_halves",
@@ -20,6 +26,13 @@ __all__ = [
 
 _PIECE = 1 << 20
 """Elements of a 16-bit matrix that are widened to fp32 at a time."""
+E4M3_MAX = 448.0
+"""Largest value of float8_e4m3fn, 1.75 * 2**8."""
+MX_BLOCK = 32
+"""Values along K that share one e8m0 scale in MXFP8."""
+_E4M3_EXPONENT = 8
+"""Exponent of the largest value of float8_e4m3fn."""
+_E8M0_BIAS = 127
 _EXACT_DEPTH = 1024
 """Longest dot product of int8 values that fp32 holds exactly: 1024 * 128 * 128 is 2**24."""
 
@@ -93,14 +106,69 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.round().clamp(info.min, info.max).to(dtype)
 
 
-def row_quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize ``(..., K)`` to int8 by the largest magnitude of each row.
+def eight_bit(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to int8 or float8_e4m3fn, half to even, and clip to what it holds."""
+    if dtype == torch.int8:
+        return saturated(values, dtype)
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+
+
+def row_quantized(
+    values: torch.Tensor, dtype: torch.dtype = torch.int8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``(..., K)`` to int8 or float8_e4m3fn by the largest magnitude of each row.
 
     Returns:
-        The int8 values, and fp32 scales ``(..., 1)``: ``max(abs(row)) / 127``. A row of zeros has
-        scale 0 and stays 0.
+        The values, and fp32 scales ``(..., 1)``: ``max(abs(row)) / 127``, of e4m3 ``/ 448``. A row
+        of zeros has scale 0 and stays 0.
     """
     rows = values.float()
-    scale = rows.abs().amax(dim=-1, keepdim=True) / 127.0
+    scale = rows.abs().amax(dim=-1, keepdim=True) / (127.0 if dtype == torch.int8 else E4M3_MAX)
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return saturated(rows / divisor, torch.int8), scale
+    return eight_bit(rows / divisor, dtype), scale
+
+
+def mx_quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``(..., K)`` to MXFP8, blocks of 32 along K; K is a multiple of 32.
+
+    The shared exponent of a block is ``floor(log2(max(abs(block)))) - 8``.
+
+    Returns:
+        float8_e4m3fn ``(..., K)``, and float8_e8m0fnu ``(..., K / 32)``.
+    """
+    blocks = values.float().unflatten(-1, (-1, MX_BLOCK))
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    # frexp gives a fraction in [1/2, 1): one more than the exponent that is meant.
+    exponent = torch.frexp(largest).exponent - 1 - _E4M3_EXPONENT
+    exponent = torch.where(largest > 0, exponent, -_E8M0_BIAS).clamp(-_E8M0_BIAS, _E8M0_BIAS)
+    scaled = blocks * torch.exp2(-exponent.float())
+    coded = (exponent.squeeze(-1) + _E8M0_BIAS).to(torch.uint8)
+    return eight_bit(scaled.flatten(-2), torch.float8_e4m3fn), coded.view(torch.float8_e8m0fnu)
+
+
+def mx_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return e8m0 scales as fp32 powers of two."""
+    exponent = scales.contiguous().view(torch.uint8).to(torch.int32) - _E8M0_BIAS
+    return torch.exp2(exponent.float())
+
+
+def mx_product(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor
+) -> torch.Tensor:
+    """Multiply MXFP8 matrices: scaled values are exact in fp32, sums are fp32.
+
+    Args:
+        a: ``(M, K)``.
+        a_scales: ``(M, K / 32)`` e8m0.
+        b: ``(K, N)``.
+        b_scales: ``(N, K / 32)`` e8m0.
+    """
+    wide = a.float() * mx_scales(a_scales).repeat_interleave(MX_BLOCK, -1)
+    out = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32)
+    step = max(MX_BLOCK, _PIECE // b.shape[1] // MX_BLOCK * MX_BLOCK)
+    for start in range(0, b.shape[0], step):
+        part, blocks = slice(start, start + step), slice(start // MX_BLOCK, None)
+        scale = mx_scales(b_scales[:, blocks][:, : step // MX_BLOCK]).t()
+        rows = b[part].float()
+        out += wide[:, part] @ (rows * scale.repeat_interleave(MX_BLOCK, 0)[: len(rows)])
+    return out

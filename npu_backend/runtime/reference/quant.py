@@ -1,4 +1,9 @@
-"""References of the quantizing ops: int8 only; the float8 and int4 forms are not there."""
+"""References of the quantizing ops: int8, fp8 (e4m3) and MXFP8; the int4 and fp4 forms are not
+there.
+
+Source: the ops' descriptions in the op-plugin documentation, and ops-nn's of aclnnDynamicMxQuant
+and of MX matrix products, which give the paired layout of e8m0 scales.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,23 @@ from collections.abc import Sequence
 import torch
 
 from npu_backend.runtime.reference.numerics import (
+    MX_BLOCK,
     as_scale,
     int8_product,
+    mx_product,
+    mx_quantized,
+    product,
     row_quantized,
     saturated,
 )
 
-__all__ = ["dtype_of_number", "npu_dynamic_quant", "npu_quant_matmul", "npu_quantize"]
+__all__ = [
+    "dtype_of_number",
+    "npu_dynamic_mx_quant",
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
+    "npu_quantize",
+]
 
 _NUMBERS = {
     0: torch.uint8,
@@ -25,6 +40,7 @@ _NUMBERS = {
     13: torch.uint8,
     14: torch.int32,
     15: torch.bfloat16,
+    24: torch.float8_e4m3fn,
 }
 """torch's ScalarType numbers, which the newer lines take; 12 to 14 are the quantized names."""
 _QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
@@ -56,12 +72,12 @@ def npu_dynamic_quant(
         input: ``(..., K)``, float.
         smooth_scales: ``(K,)``, multiplied in first.
         group_index: Not modelled.
-        dst_type: int8 (the default); others are not modelled.
+        dst_type: int8 (the default) or float8_e4m3fn; others are not modelled.
         quant_mode: ``pertoken``; others are not modelled.
         dst_type_max: 0; others are not modelled.
 
     Returns:
-        int8 values ``(..., K)`` and fp32 scales ``(...)``: ``max(abs(row)) / 127``.
+        Values ``(..., K)`` and fp32 scales ``(...)``: ``max(abs(row)) / 127``, of e4m3 ``/ 448``.
 
     Raises:
         NotImplementedError: As said at the arguments.
@@ -73,13 +89,63 @@ def npu_dynamic_quant(
         raise NotImplementedError(f"{op}: the reference knows no quant_mode {quant_mode}")
     if dst_type_max != 0.0:
         raise NotImplementedError(f"{op}: the reference knows no dst_type_max")
-    if (target := dtype_of_number(op, dst_type, torch.int8)) != torch.int8:
+    target = dtype_of_number(op, dst_type, torch.int8)
+    if target not in (torch.int8, torch.float8_e4m3fn):
         raise NotImplementedError(f"{op}: the reference knows no dst_type {target}")
     values = input.float()
     if smooth_scales is not None:
         values = values * smooth_scales.float()
-    quantized, scale = row_quantized(values)
+    quantized, scale = row_quantized(values, target)
     return quantized, scale.squeeze(-1)
+
+
+def npu_dynamic_mx_quant(
+    input: torch.Tensor,
+    *,
+    axis: int = -1,
+    round_mode: str = "rint",
+    dst_type: int | torch.dtype = 296,
+    block_size: int = MX_BLOCK,
+    scale_alg: int | None = 0,
+    dst_type_max: float = 0.0,
+    max_low_bound: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to MXFP8: one power of two for each 32 values along the last dimension.
+
+    Args:
+        input: ``(..., K)``, float; K a multiple of 64.
+        axis: The last; others are not modelled.
+        round_mode: ``rint``; others are not modelled.
+        dst_type: float8_e4m3fn; others, fp4 (the default) among them, are not modelled.
+        block_size: 32.
+        scale_alg: 0 (OCP's rule); others are not modelled.
+        dst_type_max: 0; others are not modelled.
+        max_low_bound: 0; others are not modelled.
+
+    Returns:
+        e4m3 ``(..., K)``, and e8m0 scales in pairs ``(..., K / 64, 2)``.
+
+    Raises:
+        ValueError: K is not a multiple of 64.
+        NotImplementedError: As said at the arguments.
+    """
+    op = "npu_dynamic_mx_quant"
+    known = {
+        "axis": (axis, (-1, input.dim() - 1)),
+        "round_mode": (round_mode, ("rint",)),
+        "block_size": (block_size, (MX_BLOCK,)),
+        "scale_alg": (scale_alg, (0, None)),
+        "dst_type_max": (dst_type_max, (0.0,)),
+        "max_low_bound": (max_low_bound, (0.0,)),
+        "dst_type": (dst_type, (24, torch.float8_e4m3fn)),
+    }
+    for name, (value, values) in known.items():
+        if value not in values:
+            raise NotImplementedError(f"{op}: the reference knows no {name} {value}")
+    if input.shape[-1] % (2 * MX_BLOCK):
+        raise ValueError(f"{op}: {input.shape[-1]} values a row make no pairs of {MX_BLOCK}")
+    quantized, scales = mx_quantized(input)
+    return quantized, scales.unflatten(-1, (-1, 2))
 
 
 def npu_quant_matmul(
@@ -98,28 +164,29 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply int8 matrices and dequantize: exact products, scales in fp32, one rounding.
+    """Multiply 8-bit matrices and dequantize: int8 exactly, fp8 in fp32, one rounding.
 
     Args:
-        x1: ``(..., M, K)`` int8.
-        x2: ``(..., K, N)`` int8.
-        scale: ``(1,)`` or ``(N,)``: fp32, bf16, or int64 with fp32 bits.
+        x1: ``(..., M, K)`` int8, or ``(M, K)`` e4m3.
+        x2: ``(..., K, N)`` of the same dtype.
+        scale: ``(1,)`` or ``(N,)``: fp32, bf16, or int64 with fp32 bits. MX: ``(K / 64, N, 2)``
+            e8m0.
         offset: ``(1,)`` or ``(N,)``, only for an int8 result.
-        pertoken_scale: ``(M,)`` fp32.
+        pertoken_scale: ``(M,)`` fp32. MX: ``(M, K / 64, 2)`` e8m0.
         bias: ``(N,)``; int32 is added before the scales, float after them.
         output_dtype: int8 where it is not given.
         x1_dtype: Not modelled.
         x2_dtype: Not modelled.
         pertoken_scale_dtype: Not modelled.
         scale_dtype: Not modelled.
-        group_sizes: Not modelled.
+        group_sizes: MX: ``[1, 1, 32]``; others are not modelled.
         y_scale: Not modelled.
 
     Returns:
         ``(..., M, N)`` of ``output_dtype``.
 
     Raises:
-        ValueError: Inputs are not int8 or do not multiply.
+        ValueError: Inputs are not 8-bit or do not multiply.
         NotImplementedError: As said at the arguments.
     """
     op = "npu_quant_matmul"
@@ -128,18 +195,28 @@ def npu_quant_matmul(
         "x2_dtype": x2_dtype,
         "pertoken_scale_dtype": pertoken_scale_dtype,
         "scale_dtype": scale_dtype,
-        "group_sizes": group_sizes,
         "y_scale": y_scale,
     }
     for name, value in absent.items():
-        if value is not None and value != []:
+        if value is not None:
             raise NotImplementedError(f"{op}: the reference knows no {name}")
-    if x1.dtype != torch.int8 or x2.dtype != torch.int8:
-        raise ValueError(f"{op}: the reference multiplies int8, not {x1.dtype} with {x2.dtype}")
+    if x1.dtype != x2.dtype or x1.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"{op}: the reference multiplies int8 or e4m3, not {x1.dtype}, {x2.dtype}")
     if x1.shape[-1] != x2.shape[-2]:
         raise ValueError(f"{op}: {tuple(x1.shape)} does not multiply with {tuple(x2.shape)}")
     target = dtype_of_number(op, output_dtype, torch.int8)
-    result = int8_product(x1, x2)
+    if scale.dtype == torch.float8_e8m0fnu:
+        if list(group_sizes or ()) != [1, 1, MX_BLOCK] or bias is not None or offset is not None:
+            raise NotImplementedError(
+                f"{op}: of MX the reference knows group_sizes [1, 1, 32] only"
+            )
+        if pertoken_scale is None:
+            raise ValueError(f"{op}: MX needs a pertoken_scale")
+        by_channel = scale.transpose(0, 1).reshape(x2.shape[-1], -1)
+        return mx_product(x1, pertoken_scale.reshape(x1.shape[0], -1), x2, by_channel).to(target)
+    if group_sizes:
+        raise NotImplementedError(f"{op}: the reference knows no group_sizes without MX scales")
+    result = int8_product(x1, x2) if x1.dtype == torch.int8 else product(x1, x2)
     whole = bias is not None and bias.dtype == torch.int32
     if bias is not None and whole:
         result = result + bias
