@@ -15,6 +15,7 @@ from npu_backend.errors import ModelError
 
 __all__ = [
     "INDEXER_KINDS",
+    "KV_DTYPES",
     "PROJECTIONS",
     "QUANT_KINDS",
     "Indexer",
@@ -32,6 +33,7 @@ QUANT_KINDS = (
     "mxfp8",
     "fp8-block",
     "fp8",
+    "hif8",
     "w8a16",
     "w4a8-dynamic",
     "w4a16",
@@ -39,7 +41,8 @@ QUANT_KINDS = (
 """Quantizations of one projection. ``none`` is 16- or 32-bit float; ``w8a8-static`` has
 ModelSlim's input_scale, input_offset, deq_scale and quant_bias; ``w8a8-static-symmetric`` has an
 input_scale only; ``fp8`` is one scale a channel or tensor; ``fp8-block`` one scale for each
-128 x 128 block; ``mxfp8`` one e8m0 scale for each 32 inputs."""
+128 x 128 block; ``mxfp8`` one e8m0 scale for each 32 inputs; ``hif8`` (HiFloat8) has no dtype in
+torch, so it is planned only."""
 
 PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
 """What of a layer can be quantized by itself; :class:`Indexer` tells of its ``wq_b``."""
@@ -47,6 +50,10 @@ PROJECTIONS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "
 INDEXER_KINDS = ("own", "shared", "none")
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("strided", "contiguous")
+KV_DTYPES = (*DTYPES, "int8", "int8_channel", "int8_packed", "fp8", "fp8_packed")
+"""What a latent cache can hold, see :class:`KvLayout`."""
+PACKED_TILE = 128
+"""Latents that share one fp32 scale in a packed cache (``tile_size`` of npu_mla_prolog_v3)."""
 
 _CACHE_MODE_NAMES = {"PA": "PA_BSND", "krope_ctkv": "PA_BSND", "nzcache": "PA_NZ"}
 ROPE_LAYOUTS = ("half", "interleaved", "none")
@@ -63,20 +70,39 @@ class KvLayout:
     Args:
         cache_mode: Canonical name; ``PA`` and ``krope_ctkv`` mean ``PA_BSND``, ``nzcache`` means
             ``PA_NZ``.
-        dtype: ``bfloat16``, ``float16``, ``float32``, ``int8``, or ``fp8_packed`` (656 bytes a
-            token).
+        dtype: ``bfloat16``, ``float16``, ``float32``: latent and key are floats. ``int8`` and
+            ``fp8`` (e4m3): the latent has one factor, the key is a 16-bit float, and queries come
+            quantized too. ``int8_channel``: latent and key are int8 with one factor a channel.
+            ``int8_packed`` and ``fp8_packed``: one row of 8-bit latents, the 16-bit key and one
+            fp32 scale for each 128 latents (656 bytes a token). Sources: catalog, ``prolog-docs``.
         block_size: Tokens in one cache block.
         rope: ``half`` (all even components, then all odd), ``interleaved``, or ``none`` for layers
             without RoPE.
     """
 
     cache_mode: str = field(default="PA_BSND", converter=_cache_mode)
-    dtype: str = field(default="bfloat16", validator=in_((*DTYPES, "int8", "fp8_packed")))
+    dtype: str = field(default="bfloat16", validator=in_(KV_DTYPES))
     block_size: int = field(default=128, validator=[instance_of(int), gt(0)])
     rope: str = field(default="half", validator=in_(ROPE_LAYOUTS))
 
     def __str__(self) -> str:
         return f"{self.cache_mode} {self.dtype} block {self.block_size} rope {self.rope}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether latent, key and scales of a token are one row."""
+        return self.dtype.endswith("_packed")
+
+    @property
+    def latent_dtype(self) -> str:
+        """Dtype of the latent cache's elements, as torch has it."""
+        kind = self.dtype.partition("_")[0]
+        return {"fp8": "float8_e4m3fn"}.get(kind, kind)
+
+    @property
+    def quantizes_queries(self) -> bool:
+        """Whether queries come quantized, with one scale a token and head."""
+        return self.dtype in ("int8", "fp8")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -252,6 +278,27 @@ class MlaLayer:
         from npu_backend.model.weights import loaded_weights
 
         return tuple(spec.name for spec in loaded_weights(self, 1))
+
+    @property
+    def latent_width(self) -> int:
+        """Elements of one token's row in the latent cache."""
+        if not self.kv_layout.packed:
+            return self.kv_lora_rank
+        # Elements are of one byte: latents, then the key's 16-bit floats, then fp32 scales.
+        return self.kv_lora_rank + 2 * self.qk_rope_head_dim + 4 * self.kv_lora_rank // PACKED_TILE
+
+    @property
+    def key_width(self) -> int:
+        """Elements of one token's row in the key cache; 0 where the key is packed."""
+        return 0 if self.kv_layout.packed else self.qk_rope_head_dim
+
+    @property
+    def key_dtype(self) -> str:
+        """Dtype of the key cache, as torch has it."""
+        layout = self.kv_layout
+        if layout.dtype in DTYPES:
+            return layout.dtype
+        return "int8" if layout.dtype == "int8_channel" else self.dtype
 
     def local_heads(self, attn_tp_size: int) -> int:
         """Return the heads of one rank.

@@ -33,6 +33,7 @@ _WEIGHT_DTYPES = {
     "mxfp8": "float8_e4m3fn",
     "fp8-block": "float8_e4m3fn",
     "fp8": "float8_e4m3fn",
+    "hif8": "uint8",
     "w4a8-dynamic": "int8",
     "w4a16": "int8",
 }

@@ -3,6 +3,7 @@
 Importing this module imports torch; see :mod:`npu_backend.runtime._autoload`.
 """
 
+from npu_backend.model.records import PACKED_TILE
 from npu_backend.runtime._autoload import ensure_torch
 
 ensure_torch()
@@ -23,6 +24,7 @@ __all__ = [
     "FAILED",
     "FORMAT_ND",
     "FORMAT_NZ",
+    "PACKED_TILE",
     "AliasWarning",
     "BoundLayer",
     "LayerCache",

@@ -45,11 +45,15 @@ class LayerCache:
 
     Args:
         layout: The layer's KV layout.
-        k_nope: ``(blocks, block_size, 1, kv_lora_rank)``, the normed latent. In cache mode
-            ``PA_NZ`` its bytes are laid out as ``(blocks, kv_lora_rank / 16, block_size, 16)``.
-        k_rope: ``(blocks, block_size, 1, qk_rope_head_dim)``, likewise.
+        k_nope: ``(blocks, block_size, 1, kv_lora_rank)``, the normed latent; packed, ``(blocks,
+            block_size, 1, 656)``. In cache mode ``PA_NZ`` its bytes are laid out as ``(blocks,
+            kv_lora_rank / C, block_size, C)``, C 32 for 8-bit elements and 16 for others.
+        k_rope: ``(blocks, block_size, 1, qk_rope_head_dim)``, likewise; packed, without elements.
         cos: ``(max_positions, qk_rope_head_dim)`` as :func:`rope_tables`; None without RoPE.
         sin: Likewise.
+        latent_factor: float32, multiplied into a quantized latent before it is rounded: ``(1,)``
+            for ``int8`` and ``fp8``, ``(1, kv_lora_rank)`` for ``int8_channel``; else None.
+        key_factor: Likewise of an ``int8_channel`` key, ``(1, qk_rope_head_dim)``; else None.
     """
 
     layout: KvLayout
@@ -57,6 +61,8 @@ class LayerCache:
     k_rope: torch.Tensor = field(repr=False)
     cos: torch.Tensor | None = field(default=None, repr=False)
     sin: torch.Tensor | None = field(default=None, repr=False)
+    latent_factor: torch.Tensor | None = field(default=None, repr=False)
+    key_factor: torch.Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def allocate(
@@ -69,6 +75,7 @@ class LayerCache:
         rope_theta: float = 10000.0,
         cos: torch.Tensor | None = None,
         sin: torch.Tensor | None = None,
+        latent_range: float = 8.0,
     ) -> LayerCache:
         """Return an empty cache in the layer's layout.
 
@@ -80,20 +87,10 @@ class LayerCache:
             rope_theta: Base of the RoPE tables made here.
             cos: A host's own table instead, ``(max_positions, rope)``.
             sin: Likewise.
-
-        Raises:
-            PrepareError: The layout's dtype is quantized, which is not executed yet.
+            latent_range: Magnitude of a latent that a quantized cache still holds; a host has
+                factors of its own, from its checkpoint.
         """
         layout = layer.kv_layout
-        dtype = getattr(torch, layout.dtype, None)
-        if dtype is None or not dtype.is_floating_point:
-            raise PrepareError(
-                f"a cache of {layout.dtype} is not executed yet",
-                whom=str(layer),
-                why=f"its KV layout is {layout}",
-                remedy="plan with a 16- or 32-bit KV layout",
-                code="kv.layout",
-            )
         shape = (num_blocks, layout.block_size, 1)
         if layer.has_rope and (cos is None or sin is None):
             cos, sin = rope_tables(
@@ -103,12 +100,27 @@ class LayerCache:
                 dtype=getattr(torch, layer.dtype),
                 device=device,
             )
+        top = 448.0 if layout.dtype == "fp8" else 127.0
+
+        def factor(*size: int) -> torch.Tensor:
+            return torch.full(size, top / latent_range, dtype=torch.float32, device=device)
+
+        by_channel = layout.dtype == "int8_channel"
+        latent_factor = factor(1, layer.kv_lora_rank) if by_channel else None
         return cls(
             layout=layout,
-            k_nope=torch.zeros((*shape, layer.kv_lora_rank), dtype=dtype, device=device),
-            k_rope=torch.zeros((*shape, layer.qk_rope_head_dim), dtype=dtype, device=device),
+            k_nope=torch.zeros(
+                (*shape, layer.latent_width),
+                dtype=getattr(torch, layout.latent_dtype),
+                device=device,
+            ),
+            k_rope=torch.zeros(
+                (*shape, layer.key_width), dtype=getattr(torch, layer.key_dtype), device=device
+            ),
             cos=cos if layer.has_rope else None,
             sin=sin if layer.has_rope else None,
+            latent_factor=factor(1) if layout.quantizes_queries else latent_factor,
+            key_factor=factor(1, layer.qk_rope_head_dim) if by_channel else None,
         )
 
     @property
@@ -134,7 +146,14 @@ class LayerCache:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the cache's tensors by name, the tables included."""
-        named = {"k_nope": self.k_nope, "k_rope": self.k_rope, "cos": self.cos, "sin": self.sin}
+        named = {
+            "k_nope": self.k_nope,
+            "k_rope": self.k_rope,
+            "cos": self.cos,
+            "sin": self.sin,
+            "latent_factor": self.latent_factor,
+            "key_factor": self.key_factor,
+        }
         return {f"cache.{name}": t for name, t in named.items() if t is not None}
 
     def problems(self, layer: MlaLayer) -> list[str]:
@@ -142,18 +161,19 @@ class LayerCache:
         found = []
         if self.layout != layer.kv_layout:
             found.append(f"the cache is {self.layout}, the plan says {layer.kv_layout}")
-        for name, tensor, width in (
-            ("k_nope", self.k_nope, layer.kv_lora_rank),
-            ("k_rope", self.k_rope, layer.qk_rope_head_dim),
+        for name, tensor, width, dtype in (
+            ("k_nope", self.k_nope, layer.latent_width, layer.kv_layout.latent_dtype),
+            ("k_rope", self.k_rope, layer.key_width, layer.key_dtype),
         ):
             want = (self.layout.block_size, 1, width)
             if tensor.dim() != 4 or tuple(tensor.shape[1:]) != want:
                 told = f"(blocks, {want[0]}, 1, {width})"
                 found.append(f"{name} is {tuple(tensor.shape)}, not {told}")
-            if str(tensor.dtype) != f"torch.{self.layout.dtype}":
-                found.append(f"{name} is {tensor.dtype}, the layout says {self.layout.dtype}")
+            if str(tensor.dtype) != f"torch.{dtype}":
+                found.append(f"{name} is {tensor.dtype}, the layout says {dtype}")
             if not tensor.is_contiguous():
                 found.append(f"{name} is not contiguous (strides {tensor.stride()})")
+        found += self._factor_problems(layer)
         if layer.has_rope:
             for name, table in (("cos", self.cos), ("sin", self.sin)):
                 if table is None:
@@ -162,4 +182,23 @@ class LayerCache:
                     found.append(
                         f"{name} is {tuple(table.shape)}, not (positions, {layer.qk_rope_head_dim})"
                     )
+        return found
+
+    def _factor_problems(self, layer: MlaLayer) -> list[str]:
+        layout, found = layer.kv_layout, []
+        by_channel = layout.dtype == "int8_channel"
+        wanted = {
+            "latent_factor": (1,) if layout.quantizes_queries else (1, layer.kv_lora_rank),
+            "key_factor": (1, layer.qk_rope_head_dim),
+        }
+        needed = {"latent_factor": layout.quantizes_queries or by_channel, "key_factor": by_channel}
+        for name, shape in wanted.items():
+            factor = getattr(self, name)
+            if not needed[name]:
+                if factor is not None:
+                    found.append(f"{name} is given, and a cache of {layout.dtype} has none")
+            elif factor is None:
+                found.append(f"{name} is missing, and a cache of {layout.dtype} needs it")
+            elif tuple(factor.shape) != shape or factor.dtype != torch.float32:
+                found.append(f"{name} is {tuple(factor.shape)} {factor.dtype}, not {shape} float32")
         return found

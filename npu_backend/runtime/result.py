@@ -14,16 +14,19 @@ class PreprocessResult(NamedTuple):
 
     Attributes:
         q_nope: ``(tokens, heads, kv_lora_rank)``, multiplied with ``w_kc`` already, in the layer's
-            dtype.
+            dtype; with a cache of ``int8`` or ``fp8``, in the cache's.
         q_pe: ``(tokens, heads, qk_rope_head_dim)``, rotated, in the RoPE layout of the layer's
             cache; not rotated where the layer has no RoPE.
         q_lora: ``(tokens, q_lora_rank)`` after its norm, for the layer's own indexer, in the format
             that the path's offer names (``float``: the layer's dtype). None where the layer has no
             indexer of its own, or the path does not hand it over.
-        q_lora_scale: Scale of a quantized ``q_lora``, ``(tokens, 1)`` float32; else None.
+        q_lora_scale: Scale of a quantized ``q_lora``: ``(tokens, 1)`` float32, of MXFP8 ``(tokens,
+            q_lora_rank / 32)`` e8m0; else None.
+        q_nope_scale: Scale of a quantized ``q_nope``, ``(tokens, heads, 1)`` float32; else None.
     """
 
     q_nope: torch.Tensor
     q_pe: torch.Tensor
     q_lora: torch.Tensor | None = None
     q_lora_scale: torch.Tensor | None = None
+    q_nope_scale: torch.Tensor | None = None

@@ -31,12 +31,22 @@ MODES = {
     ("w8a8-dynamic", "w8a8-dynamic"): 2,
     ("mxfp8", "mxfp8"): 3,
     ("fp8", "fp8"): 4,
+    ("hif8", "hif8"): 5,
 }
 """weight_quant_mode by the quantization of (fused_qkv_a_proj, q_b_proj)."""
-Q_LORA = {0: "float", 1: "int8", 2: "int8", 3: "mxfp8", 4: "fp8"}
+Q_LORA = {0: "float", 1: "int8", 2: "int8", 3: "mxfp8", 4: "fp8", 5: "hif8"}
 """Format of the op's ``query_norm`` output by weight_quant_mode."""
-KV_MODES = {"bfloat16": (0,), "int8": (1, 2), "fp8_packed": (3,)}
+KV_MODES = {
+    "bfloat16": 0,
+    "int8": 1,
+    "fp8": 1,
+    "int8_channel": 2,
+    "int8_packed": 3,
+    "fp8_packed": 3,
+}
 """kv_cache_quant_mode by the cache's dtype: 1 per tensor, 2 per channel, 3 per tile (packed)."""
+CACHE_KINDS = {0: (), 1: ("int8",), 2: ("int8",), 3: ("fp8",), 4: ("fp8",), 5: ()}
+"""8-bit elements of a quantized cache by weight_quant_mode. Those of mode 5 are HiFloat8."""
 
 
 def _mode(check: Check, layer: MlaLayer) -> int | None:
@@ -71,12 +81,17 @@ def _kv_layouts(check: Check, layer: MlaLayer, mode: int | None) -> frozenset[Kv
             "block_size_multiple",
         )
     triples = {(w, kv) for w, kv, _ in check.figure("mode_triples")}
-    dtypes = [d for d, modes in KV_MODES.items() if any((mode, kv) in triples for kv in modes)]
-    return frozenset(
+    kinds = ("bfloat16", *CACHE_KINDS.get(-1 if mode is None else mode, ()))
+    dtypes = [
+        d for d, kv in KV_MODES.items() if (mode, kv) in triples and d.partition("_")[0] in kinds
+    ]
+    layouts = [
         KvLayout(cache_mode=m, dtype=d, block_size=block, rope="half")
         for m in check.figure("cache_modes")
         for d in dtypes
-    )
+    ]
+    packable = check.figure("packed_cache_modes")
+    return frozenset(at for at in layouts if not at.packed or at.cache_mode in packable)
 
 
 @lru_cache(maxsize=256)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 
 from npu_backend import KvLayout, PrepareError
 from npu_backend.runtime import LayerCache, rope_tables
@@ -46,11 +47,42 @@ def test_a_host_brings_its_own_tables(h):
     assert cache.tables() == (cos, sin)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8_packed"])
-def test_a_quantized_cache_is_not_executed_yet(h, dtype):
-    layer = h.layer(kv_layout=KvLayout(dtype=dtype))
-    with pytest.raises(PrepareError, match="is not executed yet"):
-        LayerCache.allocate(layer, 1)
+QUANTIZED = {
+    # latent dtype and width, key dtype and width, shapes of the factors (facts: npu_mla_prolog_v3)
+    "int8": (torch.int8, 512, torch.bfloat16, 64, (1,), None),
+    "fp8": (torch.float8_e4m3fn, 512, torch.bfloat16, 64, (1,), None),
+    "int8_channel": (torch.int8, 512, torch.int8, 64, (1, 512), (1, 64)),
+    "int8_packed": (torch.int8, 656, torch.bfloat16, 0, None, None),
+    "fp8_packed": (torch.float8_e4m3fn, 656, torch.bfloat16, 0, None, None),
+}
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_a_quantized_cache_has_the_ops_dtypes_and_widths(h, dtype):
+    layer = h.layer(kv_lora_rank=512, qk_rope_head_dim=64, kv_layout=KvLayout(dtype=dtype))
+    cache = LayerCache.allocate(layer, 2)
+    shapes = [
+        None if f is None else tuple(f.shape) for f in (cache.latent_factor, cache.key_factor)
+    ]
+    assert (
+        cache.k_nope.dtype,
+        cache.k_nope.shape[-1],
+        cache.k_rope.dtype,
+        cache.k_rope.shape[-1],
+        *shapes,
+    ) == QUANTIZED[dtype]
+    assert cache.problems(layer) == []
+
+
+def test_missing_and_needless_factors_are_told(h):
+    layer = h.layer(kv_layout=KvLayout(dtype="int8"))
+    good = LayerCache.allocate(layer, 1)
+    bare = evolve(good, latent_factor=None)
+    assert bare.problems(layer) == ["latent_factor is missing, and a cache of int8 needs it"]
+    more = evolve(good, key_factor=torch.ones(1, 8))
+    assert more.problems(layer) == ["key_factor is given, and a cache of int8 has none"]
+    wrong = evolve(good, latent_factor=torch.ones(2))
+    assert wrong.problems(layer) == ["latent_factor is (2,) torch.float32, not (1,) float32"]
 
 
 def test_every_difference_is_told(h):

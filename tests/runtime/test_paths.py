@@ -126,7 +126,7 @@ def test_absorb_with_int8_projections(h, kind, rank):
     _run(h, h.layer(q_lora_rank=rank, quant=quant), tolerance=4e-2)
 
 
-@pytest.mark.parametrize("kind", ["mxfp8", "fp8-block", "w8a16", "w4a8-dynamic"])
+@pytest.mark.parametrize("kind", ["hif8", "fp8-block", "w8a16", "w4a8-dynamic"])
 def test_absorb_says_what_it_does_not_execute_yet(h, kind):
     layer = h.layer(quant={"q_b_proj": kind})
     plan = h.plan(layer)

@@ -88,9 +88,18 @@ class Ops(Protocol):
         """Return the normed input and the reciprocal deviation."""
 
     def npu_dynamic_quant(
-        self, input: torch.Tensor, *, smooth_scales: torch.Tensor | None = None
+        self,
+        input: torch.Tensor,
+        *,
+        smooth_scales: torch.Tensor | None = None,
+        dst_type: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int8 values and one fp32 scale a row."""
+        """Return int8 or e4m3 values and one fp32 scale a row."""
+
+    def npu_dynamic_mx_quant(
+        self, input: torch.Tensor, *, dst_type: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return e4m3 values and e8m0 scales in pairs, ``(..., K / 64, 2)``."""
 
     def npu_quantize(
         self,
@@ -112,8 +121,9 @@ class Ops(Protocol):
         pertoken_scale: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         output_dtype: torch.dtype | None = None,
+        group_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the int8 product with its scales multiplied in."""
+        """Return the 8-bit product with its scales multiplied in."""
 
     def npu_format_cast(self, input: torch.Tensor, acl_format: int) -> torch.Tensor:
         """Return the tensor in a format; it may be the input itself. Only while preparing."""

@@ -15,6 +15,7 @@ import torch
 from npu_backend.catalog import load_catalog
 from npu_backend.errors import SchemaMismatchError
 from npu_backend.runtime import reference
+from npu_backend.runtime.reference.numerics import E8M0, MX_BLOCK
 from npu_backend.runtime.reference.quant import dtype_of_number
 
 __all__ = ["CpuOps"]
@@ -77,11 +78,18 @@ def _rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _dynamic_quant_fake(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _dynamic_quant_fake(input: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = dtype_of_number("npu_dynamic_quant", kwargs.get("dst_type"), torch.int8)
     return (
-        torch.empty_like(input, dtype=torch.int8),
+        torch.empty_like(input, dtype=dtype),
         input.new_empty(input.shape[:-1], dtype=torch.float32),
     )
+
+
+def _mx_quant_fake(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = (*input.shape[:-1], input.shape[-1] // (2 * MX_BLOCK), 2)
+    values = torch.empty_like(input, dtype=torch.float8_e4m3fn)
+    return values, input.new_empty(pairs, dtype=E8M0)
 
 
 def _prolog_fake(
@@ -90,22 +98,26 @@ def _prolog_fake(
     weight_uq_qr: torch.Tensor,
     weight_uk: torch.Tensor,
     weight_dkv_kr: torch.Tensor,
-    *_: Any,
+    *others: Any,
     query_norm_flag: bool = False,
     weight_quant_mode: int = 0,
-    **__: Any,
+    query_quant_mode: int = 0,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:
     tokens, (heads, _nope, latent) = token_x.shape[:-1], weight_uk.shape
     rope, rank = weight_dkv_kr.shape[1] - latent, weight_dq.shape[1]
-    norm_dtype = weight_uk.dtype if weight_quant_mode == 0 else torch.int8
     rows = token_x.numel() // token_x.shape[-1]
+    query_dtype = others[4].dtype if query_quant_mode else weight_uk.dtype
     scaled = query_norm_flag and weight_quant_mode > 0
+    mx = weight_quant_mode == 3
+    scales = (rows, rank // MX_BLOCK if mx else 1)
+    new = weight_uk.new_empty
     return (
-        weight_uk.new_empty((*tokens, heads, latent)),
-        weight_uk.new_empty((*tokens, heads, rope)),
-        weight_uk.new_empty((0,), dtype=torch.float32),
-        weight_uk.new_empty((*tokens, rank) if query_norm_flag else (0,), dtype=norm_dtype),
-        weight_uk.new_empty((rows, 1) if scaled else (0,), dtype=torch.float32),
+        new((*tokens, heads, latent), dtype=query_dtype),
+        new((*tokens, heads, rope)),
+        new((rows, heads, 1) if query_quant_mode else (0,), dtype=torch.float32),
+        new((*tokens, rank) if query_norm_flag else (0,), dtype=weight_uq_qr.dtype),
+        new(scales if scaled else (0,), dtype=E8M0 if mx else torch.float32),
     )
 
 
@@ -142,6 +154,7 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (_schema("npu_interleave_rope"), reference.npu_interleave_rope, _rope_fake),
     (_schema("npu_rms_norm"), reference.npu_rms_norm, _rms_norm_fake),
     (_schema("npu_dynamic_quant"), reference.npu_dynamic_quant, _dynamic_quant_fake),
+    (_schema("npu_dynamic_mx_quant"), reference.npu_dynamic_mx_quant, _mx_quant_fake),
     (_schema("npu_quantize"), reference.npu_quantize, _quantize_fake),
     (_schema("npu_quant_matmul"), reference.npu_quant_matmul, _quant_matmul_fake),
 )
@@ -178,6 +191,7 @@ class CpuOps:
         self.npu_interleave_rope = space.npu_interleave_rope.default
         self.npu_rms_norm = space.npu_rms_norm.default
         self.npu_dynamic_quant = space.npu_dynamic_quant.default
+        self.npu_dynamic_mx_quant = space.npu_dynamic_mx_quant.default
         self.npu_quantize = space.npu_quantize.default
         self.npu_quant_matmul = space.npu_quant_matmul.default
         # It may return its input, which an op must not; and it is called while preparing only.

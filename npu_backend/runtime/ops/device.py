@@ -65,6 +65,7 @@ class DeviceOps:
         self.npu_interleave_rope = _overload("npu::npu_interleave_rope")
         self.npu_rms_norm = _overload("npu::npu_rms_norm")
         self.npu_dynamic_quant = _overload("npu::npu_dynamic_quant")
+        self.npu_dynamic_mx_quant = _overload("npu::npu_dynamic_mx_quant")
         self.npu_quantize = _overload("npu::npu_quantize")
         self.npu_quant_matmul = _overload("npu::npu_quant_matmul")
         self._format_cast = _overload("npu::npu_format_cast")

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 
 from npu_backend.plan import LayerPlan
-from npu_backend.runtime.prove.execution import Outcome, expected_rows, same_bits
+from npu_backend.runtime.prove.execution import Outcome, expected_rows, raw_bytes, same_bits
 from npu_backend.runtime.prove.mla_fp32 import MlaReference
 from npu_backend.runtime.prove.records import Proof, StepRecord
 from npu_backend.runtime.prove.scenario import Scenario, Step, entry_at
@@ -129,18 +129,23 @@ def prove_cache(
         written += reached if scenario.fill else reached - track.history
         slots = track.slots(0, reached, layout.block_size)
         free[slots] = False
-        for name, cache, expected in (
-            ("latent", outcome.k_nope, reference.latents[index][:reached]),
-            ("key", outcome.k_rope, in_rope_layout(reference.keys[index][:reached], layout)),
+        latent, key = outcome.rows.read(outcome.k_nope, outcome.k_rope, slots)
+        for name, seen, expected in (
+            ("latent", latent, reference.latents[index][:reached]),
+            ("key", key, in_rope_layout(reference.keys[index][:reached], layout)),
         ):
             if expected.numel():
-                found = relative_error(read_slots(cache, slots, layout), expected)
+                found = relative_error(seen, expected)
                 errors[name] = max(errors.get(name, 0.0), found)
     if not tokens:
         return Proof(name="cache", passed=True, text=_NO_STEPS, skipped=True)
     others = torch.nonzero(free).reshape(-1)
     caches = (outcome.k_nope, outcome.k_rope)
-    strayed = sum(int(read_slots(c, others, layout).ne(0).any(-1).sum()) for c in caches)
+    strayed = sum(
+        int(raw_bytes(read_slots(c, others, layout)).ne(0).any(-1).sum())
+        for c in caches
+        if c.numel()
+    )
     told = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
     text = (
         f"{tokens} tokens, {written} of them written by steps, in {layout}: error at most {told} "

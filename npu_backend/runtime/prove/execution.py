@@ -11,11 +11,22 @@ from npu_backend.model.records import MlaLayer
 from npu_backend.runtime.bound import BoundLayer
 from npu_backend.runtime.cache import LayerCache
 from npu_backend.runtime.prove.attention import latent_attention
+from npu_backend.runtime.prove.kv import CacheRows
 from npu_backend.runtime.prove.mla_fp32 import MlaReference, MlaShape
 from npu_backend.runtime.prove.scenario import Scenario, Step
-from npu_backend.runtime.prove.writer import in_rope_layout, poison_slots, write_slots
+from npu_backend.runtime.prove.writer import poison_slots
+from npu_backend.runtime.result import PreprocessResult
 
-__all__ = ["Outcome", "StepOutcome", "execute", "expected_rows", "seeded_sequences", "shape_of"]
+__all__ = [
+    "Outcome",
+    "StepOutcome",
+    "execute",
+    "expected_rows",
+    "raw_bytes",
+    "same_bits",
+    "seeded_sequences",
+    "shape_of",
+]
 
 
 @frozen(eq=False)
@@ -27,6 +38,7 @@ class StepOutcome:
         q_pe: ``(rows, heads, rope)``.
         out: ``(rows, heads, v)``.
         q_lora: ``(rows, q_lora_rank)`` as floats, or None where the path hands none over.
+        q_nope_scale: ``(rows, heads, 1)`` of a quantized ``q_nope``, or None.
         strayed: Whether a step of padded rows wrote outside the padding blocks.
     """
 
@@ -34,11 +46,18 @@ class StepOutcome:
     q_pe: torch.Tensor
     out: torch.Tensor
     q_lora: torch.Tensor | None = None
+    q_nope_scale: torch.Tensor | None = None
     strayed: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what must be equal after the release."""
-        named = {"q_nope": self.q_nope, "q_pe": self.q_pe, "out": self.out, "q_lora": self.q_lora}
+        named = {
+            "q_nope": self.q_nope,
+            "q_pe": self.q_pe,
+            "out": self.out,
+            "q_lora": self.q_lora,
+            "q_nope_scale": self.q_nope_scale,
+        }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -51,12 +70,14 @@ class Outcome:
         steps: Outcomes of the steps.
         k_nope: The raw latent cache at the end.
         k_rope: The raw key cache at the end.
+        rows: What their rows mean.
     """
 
     fill: tuple[StepOutcome, ...]
     steps: tuple[StepOutcome, ...]
     k_nope: torch.Tensor
     k_rope: torch.Tensor
+    rows: CacheRows
 
 
 def shape_of(layer: MlaLayer, attn_tp_size: int) -> MlaShape:
@@ -99,15 +120,15 @@ def expected_rows(parts: Sequence[torch.Tensor], step: Step, first: Sequence[int
     return torch.cat(rows)
 
 
-def write_histories(cache: LayerCache, scenario: Scenario, reference: MlaReference) -> None:
+def write_histories(
+    cache: LayerCache, rows: CacheRows, scenario: Scenario, reference: MlaReference
+) -> None:
     """Fill the cache as a prefill worker's transfer would: by layout, from the reference."""
     layout = scenario.layout
     for track, latent, key in zip(scenario.tracks, reference.latents, reference.keys, strict=True):
         if track.history:
             slots = track.slots(0, track.history, layout.block_size)
-            turned = in_rope_layout(key[: track.history], layout)
-            write_slots(cache.k_nope, slots, latent[: track.history], layout)
-            write_slots(cache.k_rope, slots, turned, layout)
+            rows.write(cache, slots, latent[: track.history], key[: track.history])
 
 
 def _queries(step: Step, scenario: Scenario, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -128,12 +149,50 @@ def _q_lora(q_lora: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Te
     if q_lora is None:
         return None
     dense = q_lora.detach().cpu().float()
-    return dense if scale is None else dense * scale.detach().cpu().reshape(-1, 1)
+    if scale is None:
+        return dense
+    by = scale.detach().cpu()
+    if by.dtype != torch.float32:
+        # e8m0: powers of two, coded by their exponents.
+        by = torch.exp2(by.view(torch.uint8).float() - 127.0)
+    by = by.reshape(len(dense), -1)
+    return dense * by.repeat_interleave(dense.shape[1] // by.shape[1], -1)
+
+
+def _attend(
+    result: PreprocessResult,
+    cache: LayerCache,
+    rows: CacheRows,
+    step: Step,
+    scenario: Scenario,
+) -> torch.Tensor:
+    """Return what a host's attention kernel would, in the layer's dtype and on its device."""
+    layer, layout = rows.layer, scenario.layout
+    quantized = layout.dtype != str(cache.k_rope.dtype).removeprefix("torch.")
+    caches, q_nope = (cache.k_nope, cache.k_rope), result.q_nope
+    q_pe, nz = result.q_pe, layout.cache_mode == "PA_NZ"
+    if quantized or result.q_nope_scale is not None:
+        caches, nz = rows.dense(cache), False
+        q_nope, q_pe = q_nope.cpu().float(), q_pe.cpu().float()
+        if result.q_nope_scale is not None:
+            q_nope = q_nope * result.q_nope_scale.cpu()
+    attended = latent_attention(
+        q_nope,
+        q_pe,
+        *caches,
+        _block_tables(step, scenario),
+        [p.start + p.count for p in step.parts],
+        [p.count for p in step.parts],
+        scale=_scale(layer),
+        nz=nz,
+    )
+    return attended.to(cache.k_nope.device, getattr(torch, layer.dtype))
 
 
 def _run(
     layer: BoundLayer,
     cache: LayerCache,
+    rows: CacheRows,
     scenario: Scenario,
     step: Step,
     hidden: Sequence[torch.Tensor],
@@ -144,7 +203,8 @@ def _run(
     if step.parts:
         # A step that misses its slots must meet NaN, not what an earlier step left there.
         for tensor in (cache.k_nope, cache.k_rope):
-            poison_slots(tensor, slots, layout)
+            if tensor.numel():
+                poison_slots(tensor, slots, layout)
     else:
         # clone(): on the CPU, cpu() alone is the cache itself.
         kept = [t[scenario.pad_blocks :].clone().cpu() for t in (cache.k_nope, cache.k_rope)]
@@ -155,22 +215,12 @@ def _run(
         phase=step.phase,
     )
     if step.parts:
-        attended = latent_attention(
-            result.q_nope,
-            result.q_pe,
-            cache.k_nope,
-            cache.k_rope,
-            _block_tables(step, scenario),
-            [p.start + p.count for p in step.parts],
-            [p.count for p in step.parts],
-            scale=_scale(layer.plan.layer),
-            nz=layout.cache_mode == "PA_NZ",
-        )
+        attended = _attend(result, cache, rows, step, scenario)
     else:
-        attended = result.q_nope
+        attended = result.q_nope.to(getattr(torch, rows.layer.dtype))
     out = layer.v_up_for(step.phase)(attended)
     strayed = kept is not None and not all(
-        torch.equal(_bits(a), _bits(t[scenario.pad_blocks :].cpu()))
+        torch.equal(raw_bytes(a), raw_bytes(t[scenario.pad_blocks :].cpu()))
         for a, t in zip(kept, (cache.k_nope, cache.k_rope), strict=True)
     )
     return StepOutcome(
@@ -178,6 +228,9 @@ def _run(
         q_pe=result.q_pe.detach().cpu().clone(),
         out=out.detach().cpu().clone(),
         q_lora=_q_lora(result.q_lora, result.q_lora_scale),
+        q_nope_scale=(
+            None if result.q_nope_scale is None else result.q_nope_scale.detach().cpu().clone()
+        ),
         strayed=strayed,
     )
 
@@ -186,7 +239,7 @@ def _scale(layer: MlaLayer) -> float:
     return float((layer.qk_nope_head_dim + layer.qk_rope_head_dim) ** -0.5)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, so that NaN equals itself and -0 differs from 0."""
     return tensor.contiguous().view(torch.uint8)
 
@@ -195,7 +248,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape, and the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return bool(torch.equal(_bits(one), _bits(other)))
+    return bool(torch.equal(raw_bytes(one), raw_bytes(other)))
 
 
 @torch.no_grad()
@@ -217,10 +270,10 @@ def execute(
     """
     cache.k_nope.zero_()
     cache.k_rope.zero_()
+    rows = CacheRows.of(layer.plan.layer, cache)
     if not scenario.fill:
-        write_histories(cache, scenario, reference)
-    fill = tuple(_run(layer, cache, scenario, step, hidden) for step in scenario.fill)
-    steps = tuple(_run(layer, cache, scenario, step, hidden) for step in scenario.steps)
-    return Outcome(
-        fill, steps, cache.k_nope.detach().cpu().clone(), cache.k_rope.detach().cpu().clone()
-    )
+        write_histories(cache, rows, scenario, reference)
+    fill = tuple(_run(layer, cache, rows, scenario, step, hidden) for step in scenario.fill)
+    steps = tuple(_run(layer, cache, rows, scenario, step, hidden) for step in scenario.steps)
+    raw = (cache.k_nope.detach().cpu().clone(), cache.k_rope.detach().cpu().clone())
+    return Outcome(fill, steps, *raw, rows)

@@ -74,9 +74,14 @@ class MlaReference:
 def dequantized(
     weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return ``(out, in)`` as floats: times one scale a row where it is quantized."""
+    """Return ``(out, in)`` as floats: where it is quantized times one scale a row ``(out,)``, or
+    one for each of equal parts of a row ``(out, parts)``."""
     dense = weight.to(dtype)
-    return dense if scale is None else dense * scale.to(dtype).unsqueeze(-1)
+    if scale is None:
+        return dense
+    by = scale.to(dtype).reshape(len(scale), -1)
+    parts = dense.reshape(*by.shape, -1) * by.unsqueeze(-1)
+    return parts.reshape(dense.shape)
 
 
 _ROWS = 1024
@@ -127,7 +132,7 @@ def mla_reference(
         gammas: ``q_a_layernorm`` and ``kv_a_layernorm``.
         sequences: ``(length, hidden)`` each.
         first: First position of each sequence whose output is asked.
-        scales: One scale a row of each quantized weight.
+        scales: Scales of each quantized weight, ``(out,)`` or ``(out, parts)``.
         dtype: fp32, or fp64 for fp32 layers.
     """
     given = dict(scales or {})

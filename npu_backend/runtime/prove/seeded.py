@@ -7,6 +7,7 @@ torch; nothing here is a trained model's.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 
@@ -15,11 +16,11 @@ from attrs import field, frozen
 
 from npu_backend.errors import NpuBackendError
 from npu_backend.model.records import MlaLayer
-from npu_backend.model.weights import WeightSpec, loaded_weights
+from npu_backend.model.weights import MX_BLOCK, WeightSpec, loaded_weights
 
 __all__ = ["EXECUTED_QUANTS", "LayerWeights", "check_executable", "seeded_weights"]
 
-EXECUTED_QUANTS = ("none", "w8a8-dynamic", "w8a8-static")
+EXECUTED_QUANTS = ("none", "w8a8-dynamic", "w8a8-static", "fp8", "mxfp8")
 """Quantizations that can be seeded; the others are planned only."""
 
 _UNIFORM_DEVIATION = 256 / 12**0.5
@@ -33,8 +34,8 @@ class LayerWeights:
     Args:
         loaded: By loaded name, scales included: what a host holds after load.
         gammas: ``q_a_layernorm`` (where the layer has a compressed query), ``kv_a_layernorm``.
-        channel_scales: One fp32 scale a row of each quantized projection: ``weight * scale`` is the
-            original weight.
+        channel_scales: Fp32 scales of each quantized projection, ``(out,)``, or ``(out, in / 32)``
+            of MXFP8: ``weight * scale`` is the original weight.
     """
 
     loaded: dict[str, torch.Tensor] = field(repr=False)
@@ -78,9 +79,8 @@ def check_executable(layer: MlaLayer) -> None:
         if kind not in EXECUTED_QUANTS
     ]
     floats = ("bfloat16", "float16", "float32")
-    for what, dtype in (("w_kc and w_vc", layer.bmm_dtype), ("the cache", layer.kv_layout.dtype)):
-        if dtype not in floats:
-            reasons.append(f"{what} of {dtype}, executed are {', '.join(floats)}")
+    if layer.bmm_dtype not in floats:
+        reasons.append(f"w_kc and w_vc of {layer.bmm_dtype}, executed are {', '.join(floats)}")
     if layer.kv_layout.cache_mode not in ("PA_BSND", "PA_NZ"):
         reasons.append(f"cache mode {layer.kv_layout.cache_mode}, executed are PA_BSND and PA_NZ")
     if reasons:
@@ -114,6 +114,28 @@ def _uniform(
     step = fan_in**-0.5 / _UNIFORM_DEVIATION
     # k + 1/2 has eight significant bits, so bf16 holds it exactly before it is scaled.
     return _random_int8(shape, generator).to(dtype).add_(0.5).mul_(step)
+
+
+_FLOAT8_STEP = 3.5
+"""Factor from int8 values to the range of e4m3: 128 * 3.5 is 448."""
+
+
+def _float8(values: torch.Tensor) -> torch.Tensor:
+    """Return int8 values spread over the range of e4m3, rounded to it."""
+    return values.float().add_(0.5).mul_(_FLOAT8_STEP).to(torch.float8_e4m3fn)
+
+
+def _mx_scales(
+    rows: int, fan_in: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return flat e8m0 scales of blocks of 32 inputs, and the same as fp32 ``(rows, blocks)``."""
+    middle = fan_in**-0.5 / (_UNIFORM_DEVIATION * _FLOAT8_STEP)
+    power = round(math.log2(middle))
+    spread = torch.randint(-1, 2, (rows, fan_in // MX_BLOCK), generator=generator)
+    coded = (spread + (power + 127)).to(torch.uint8).reshape(-1)
+    # Old torch has no e8m0 dtype; its bytes stand for it.
+    coded = coded.view(getattr(torch, "float8_e8m0fnu", torch.uint8))
+    return coded, torch.exp2((spread + power).float())
 
 
 def _packed_static(
@@ -159,12 +181,21 @@ def seeded_weights(layer: MlaLayer, attn_tp_size: int, *, seed: int = 0) -> Laye
             loaded[name] = _uniform((rows, fan_in), fan_in, dtype, generator)
             continue
         # A copy, for what came out is a view of 64-bit words; (out, in) in the strides of a
-        # contiguous (in, out), as hosts leave int8 weights for their matmul.
+        # contiguous (in, out), as hosts leave 8-bit weights for their matmul.
         values = _random_int8((rows, fan_in), generator)
-        loaded[name] = _strided_copy(values, (1, rows), torch.int8)
-        spread = torch.rand(rows, generator=generator) + 0.5
-        scales[name] = spread * (fan_in**-0.5 / _UNIFORM_DEVIATION)
         scale = f"{name}.scale"
+        if kind == "mxfp8":
+            loaded[name] = _strided_copy(_float8(values), (1, rows), torch.float8_e4m3fn)
+            loaded[scale], scales[name] = _mx_scales(rows, fan_in, generator)
+            continue
+        if kind == "fp8":
+            loaded[name] = _strided_copy(_float8(values), (1, rows), torch.float8_e4m3fn)
+            deviation = _UNIFORM_DEVIATION * _FLOAT8_STEP
+        else:
+            loaded[name] = _strided_copy(values, (1, rows), torch.int8)
+            deviation = _UNIFORM_DEVIATION
+        spread = torch.rand(rows, generator=generator) + 0.5
+        scales[name] = spread * (fan_in**-0.5 / deviation)
         if kind == "w8a8-static":
             loaded[scale] = _packed_static(specs[scale], loaded[name], scales[name], rows)
         else:
@@ -193,7 +224,8 @@ def _absorbed(
     """
     dtype = getattr(torch, layer.bmm_dtype)
     if scale is not None:
-        kv_b = (kv_b.float() * scale.unsqueeze(-1)).to(dtype)
+        by = scale.reshape(len(scale), -1)
+        kv_b = (kv_b.float() * by.repeat_interleave(kv_b.shape[1] // by.shape[1], -1)).to(dtype)
     heads, nope = layer.local_heads(attn_tp_size), layer.qk_nope_head_dim
     halves = kv_b.view(heads, nope + layer.v_head_dim, layer.kv_lora_rank)
     keys, values = halves[:, :nope], halves[:, nope:].transpose(1, 2)

@@ -31,20 +31,32 @@ def _places(cache: torch.Tensor, slots: torch.Tensor, layout: KvLayout) -> torch
     return start + (column // inner) * size * inner + offset * inner + column % inner
 
 
+def _elements(tensor: torch.Tensor, flat: bool = True) -> torch.Tensor:
+    """Return a tensor's elements; 8-bit ones as bytes, for few ops take every 8-bit dtype."""
+    seen = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return seen.view(-1) if flat else seen
+
+
 def write_slots(
     cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, layout: KvLayout
 ) -> None:
     """Write ``(slots, width)`` into a paged cache, rounded to its dtype."""
     places = _places(cache, slots, layout).to(cache.device)
-    cache.view(-1)[places] = rows.to(cache.device, cache.dtype)
+    _elements(cache)[places] = _elements(rows.to(cache.device, cache.dtype), flat=False)
 
 
 def read_slots(cache: torch.Tensor, slots: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     """Return ``(slots, width)`` of a paged cache, on the CPU."""
-    return cache.detach().cpu().view(-1)[_places(cache, slots, layout)]
+    found = _elements(cache.detach().cpu())[_places(cache, slots, layout)]
+    return found.view(cache.dtype)
 
 
 def poison_slots(cache: torch.Tensor, slots: torch.Tensor, layout: KvLayout) -> None:
-    """Fill slots with NaN, so that a step that does not write them cannot pass."""
-    rows = torch.full((len(slots), cache.shape[-1]), float("nan"))
+    """Fill slots with what no step writes, so that one that misses them cannot pass: NaN, in 8-bit
+    caches the byte 0x7f, which is e4m3's NaN, int8's largest value and a scale of 3e38."""
+    shape = (len(slots), cache.shape[-1])
+    if cache.dtype.itemsize == 1:
+        rows = torch.full(shape, 0x7F, dtype=torch.uint8).view(cache.dtype)
+    else:
+        rows = torch.full(shape, float("nan"))
     write_slots(cache, slots, rows, layout)

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "E4M3_MAX",
+    "E8M0",
     "MX_BLOCK",
     "as_scale",
     "eight_bit",
@@ -28,6 +29,8 @@ _PIECE = 1 << 20
 """Elements of a 16-bit matrix that are widened to fp32 at a time."""
 E4M3_MAX = 448.0
 """Largest value of float8_e4m3fn, 1.75 * 2**8."""
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+"""Dtype of MX scales; torch has it since 2.7, before that its bytes stand for it."""
 MX_BLOCK = 32
 """Values along K that share one e8m0 scale in MXFP8."""
 _E4M3_EXPONENT = 8
@@ -136,14 +139,14 @@ def mx_quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         float8_e4m3fn ``(..., K)``, and float8_e8m0fnu ``(..., K / 32)``.
     """
-    blocks = values.float().unflatten(-1, (-1, MX_BLOCK))
+    blocks = values.float().reshape(*values.shape[:-1], -1, MX_BLOCK)
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     # frexp gives a fraction in [1/2, 1): one more than the exponent that is meant.
     exponent = torch.frexp(largest).exponent - 1 - _E4M3_EXPONENT
     exponent = torch.where(largest > 0, exponent, -_E8M0_BIAS).clamp(-_E8M0_BIAS, _E8M0_BIAS)
     scaled = blocks * torch.exp2(-exponent.float())
     coded = (exponent.squeeze(-1) + _E8M0_BIAS).to(torch.uint8)
-    return eight_bit(scaled.flatten(-2), torch.float8_e4m3fn), coded.view(torch.float8_e8m0fnu)
+    return eight_bit(scaled.flatten(-2), torch.float8_e4m3fn), coded.view(E8M0)
 
 
 def mx_scales(scales: torch.Tensor) -> torch.Tensor:

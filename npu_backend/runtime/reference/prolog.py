@@ -124,7 +124,7 @@ def _cached(
     if mode == 0:
         return latent.to(rounded), key.to(rounded)
     if mode == _PER_TILE:
-        values, scales = row_quantized(latent.to(rounded).unflatten(-1, (-1, tile)), dtype)
+        values, scales = row_quantized(latent.to(rounded).reshape(len(latent), -1, tile), dtype)
         parts = (values.flatten(-2), key.to(rounded).contiguous(), scales.squeeze(-1).contiguous())
         packed = torch.cat([part.contiguous().view(torch.int8) for part in parts], -1)
         return packed.view(dtype), None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from npu_backend.runtime.reference.numerics import (
+    E8M0,
     MX_BLOCK,
     as_scale,
     int8_product,
@@ -145,7 +146,7 @@ def npu_dynamic_mx_quant(
     if input.shape[-1] % (2 * MX_BLOCK):
         raise ValueError(f"{op}: {input.shape[-1]} values a row make no pairs of {MX_BLOCK}")
     quantized, scales = mx_quantized(input)
-    return quantized, scales.unflatten(-1, (-1, 2))
+    return quantized, scales.reshape(*scales.shape[:-1], -1, 2)
 
 
 def npu_quant_matmul(
@@ -205,7 +206,7 @@ def npu_quant_matmul(
     if x1.shape[-1] != x2.shape[-2]:
         raise ValueError(f"{op}: {tuple(x1.shape)} does not multiply with {tuple(x2.shape)}")
     target = dtype_of_number(op, output_dtype, torch.int8)
-    if scale.dtype == torch.float8_e8m0fnu:
+    if scale.dtype == E8M0:
         if list(group_sizes or ()) != [1, 1, MX_BLOCK] or bias is not None or offset is not None:
             raise NotImplementedError(
                 f"{op}: of MX the reference knows group_sizes [1, 1, 32] only"

@@ -1,4 +1,4 @@
-"""Projections of a step: float, dynamic W8A8 and static W8A8."""
+"""Projections of a step: float, dynamic and static W8A8, fp8 and MXFP8."""
 
 from __future__ import annotations
 
@@ -10,20 +10,64 @@ from attrs import frozen
 from npu_backend import MlaLayer, PrepareError
 from npu_backend.runtime import Ops, fixed_shape
 
-__all__ = ["StaticScales", "linear", "linear_ops", "not_executed", "static_scales"]
+__all__ = [
+    "QUANTIZE_OPS",
+    "StaticScales",
+    "linear",
+    "linear_ops",
+    "not_executed",
+    "quantize_input",
+    "static_scales",
+]
 
-EXECUTED = ("none", "w8a8-dynamic", "w8a8-static")
+EXECUTED = ("none", "w8a8-dynamic", "w8a8-static", "fp8", "mxfp8")
+QUANTIZE_OPS = {
+    "w8a8-dynamic": "npu::npu_dynamic_quant",
+    "fp8": "npu::npu_dynamic_quant",
+    "mxfp8": "npu::npu_dynamic_mx_quant",
+    "w8a8-static": "npu::npu_quantize",
+}
+"""The op that quantizes a projection's input."""
+MX_GROUPS = (1, 1, 32)
+"""``group_sizes`` of an MXFP8 product: one scale a row, a channel and 32 inputs."""
 
 
-def not_executed(what: str, layer: MlaLayer, strategy: str, why: str, remedy: str) -> PrepareError:
+def not_executed(
+    what: str, layer: MlaLayer, strategy: str, why: str, remedy: str, code: str = "quant.mode"
+) -> PrepareError:
     """Return the error for what is planned and schema-checked, but not executed yet."""
     return PrepareError(
         f"{what} is not executed yet",
         whom=f"{layer}, path, {strategy}",
         why=why,
         remedy=remedy,
-        code="quant.mode",
+        code=code,
     )
+
+
+def quantize_input(
+    kind: str, ops: Ops
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return ``(tokens, in) -> (values, scales)`` of a dynamic quantization.
+
+    Scales are ``(tokens,)`` float32, of MXFP8 ``(tokens, in / 64, 2)`` e8m0.
+    """
+    if kind == "w8a8-dynamic":
+        return ops.npu_dynamic_quant
+    e4m3 = torch.float8_e4m3fn
+    if kind == "fp8":
+        dynamic = ops.npu_dynamic_quant
+
+        def fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return dynamic(x, dst_type=e4m3)
+
+        return fp8
+    mx = ops.npu_dynamic_mx_quant
+
+    def mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mx(x, dst_type=e4m3)
+
+    return mxfp8
 
 
 @frozen
@@ -59,12 +103,8 @@ def static_scales(packed: torch.Tensor) -> StaticScales:
 def linear_ops(layer: MlaLayer, names: Iterable[str]) -> set[str]:
     """Return the ops that the projections of these names call."""
     kinds = {layer.quant_of(name) for name in names}
-    found = set()
-    if "w8a8-dynamic" in kinds:
-        found |= {"npu::npu_dynamic_quant", "npu::npu_quant_matmul"}
-    if "w8a8-static" in kinds:
-        found |= {"npu::npu_quantize", "npu::npu_quant_matmul"}
-    return found
+    found = {op for kind, op in QUANTIZE_OPS.items() if kind in kinds}
+    return {*found, "npu::npu_quant_matmul"} if found else set()
 
 
 def linear(
@@ -91,11 +131,30 @@ def linear(
             "run layers of the executed kinds; plan and schemas of the others can be looked at",
         )
     turned, dtype = fixed_shape(weight.t()), torch.bfloat16
-    if kind == "w8a8-dynamic":
+    if kind == "mxfp8":
+        quantize = quantize_input(kind, ops)
+        # (out, in / 32) in pairs along the inputs, seen as the op takes a weight (in, out).
+        rows = weights[f"{name}.scale"].reshape(weight.shape[0], -1, 2)
+        paired = fixed_shape(rows.transpose(0, 1))
+
+        def mx(x: torch.Tensor) -> torch.Tensor:
+            values, by_token = quantize(x)
+            return ops.npu_quant_matmul(
+                values,
+                turned,
+                paired,
+                pertoken_scale=by_token,
+                output_dtype=dtype,
+                group_sizes=MX_GROUPS,
+            )
+
+        return mx
+    if kind in ("w8a8-dynamic", "fp8"):
+        quantize = quantize_input(kind, ops)
         scale = fixed_shape(weights[f"{name}.scale"].reshape(-1))
 
         def dynamic(x: torch.Tensor) -> torch.Tensor:
-            values, by_token = ops.npu_dynamic_quant(x)
+            values, by_token = quantize(x)
             return ops.npu_quant_matmul(
                 values, turned, scale, pertoken_scale=by_token, output_dtype=dtype
             )

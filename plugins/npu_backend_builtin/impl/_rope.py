@@ -60,6 +60,9 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *, 
     if width == 0:
         return
     rows = rows.to(cache.dtype)
+    if cache.dtype.itemsize == 1:
+        # Not every op that follows takes every 8-bit dtype; bytes are bytes.
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     if nz:
         inner = 32 if cache.dtype.itemsize == 1 else 16
         target = cache.view(blocks, width // inner, size, inner)

@@ -12,8 +12,9 @@ import torch
 
 from npu_backend import MlaLayer
 from npu_backend.runtime import LayerCache, Prepared, PreprocessResult, Weights
+from npu_backend_builtin.impl._kv import query_encoder, row_writer
 from npu_backend_builtin.impl._linear import linear, linear_ops
-from npu_backend_builtin.impl._rope import rotate, write_rows
+from npu_backend_builtin.impl._rope import rotate
 
 __all__ = ["Absorb"]
 
@@ -99,18 +100,6 @@ def _rotate_queries(prepared: Prepared) -> Rotate:
     return plain
 
 
-def _write_unrotated(prepared: Prepared, cache: LayerCache) -> Callable[..., None]:
-    """Return ``(normed latent, key, slots)``: write both as they are."""
-    k_nope, k_rope = cache.k_nope, cache.k_rope
-    nz = prepared.layer.kv_layout.cache_mode == "PA_NZ"
-
-    def write(latent: torch.Tensor, key: torch.Tensor, slots: torch.Tensor) -> None:
-        write_rows(k_nope, latent, slots, nz=nz)
-        write_rows(k_rope, key, slots, nz=nz)
-
-    return write
-
-
 def _write(prepared: Prepared, cache: LayerCache) -> Write:
     """Return ``(kv, cos, sin, slots)``: norm the latent, rotate the key, write both."""
     layer, ops = prepared.layer, prepared.ops
@@ -135,7 +124,7 @@ def _write(prepared: Prepared, cache: LayerCache) -> Write:
 
         return fused
     latent, interleaved = layer.kv_lora_rank, layer.kv_layout.rope == "interleaved"
-    write = _write_unrotated(prepared, cache)
+    write = row_writer(cache)
 
     def plain(kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor) -> None:
         normed, _ = ops.npu_rms_norm(kv[:, :latent], gamma, epsilon)
@@ -149,6 +138,7 @@ def _rotating(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
     widths = [layer.qk_nope_head_dim, layer.qk_rope_head_dim]
     project, write, turn = _project(prepared), _write(prepared, cache), _rotate_queries(prepared)
     cos_table, sin_table = cache.tables()
+    encode = query_encoder(cache)
     indexed = layer.indexer.kind == "own"
 
     def path(
@@ -159,7 +149,10 @@ def _rotating(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
         q, kv, q_lora = project(hidden_states)
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         write(kv, cos, sin, slot_mapping)
-        return PreprocessResult(absorb(q_nope), turn(q_pe, cos, sin), q_lora if indexed else None)
+        absorbed, scale = encode(absorb(q_nope))
+        return PreprocessResult(
+            absorbed, turn(q_pe, cos, sin), q_lora if indexed else None, q_nope_scale=scale
+        )
 
     return path
 
@@ -169,7 +162,7 @@ def _still(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
     layer, heads, ops = prepared.layer, prepared.local_heads, prepared.ops
     widths = [layer.qk_nope_head_dim, layer.qk_rope_head_dim]
     gamma, epsilon = prepared.weights["kv_a_layernorm"], layer.rms_norm_eps
-    project, write = _project(prepared), _write_unrotated(prepared, cache)
+    project, write, encode = _project(prepared), row_writer(cache), query_encoder(cache)
     latent, indexed = layer.kv_lora_rank, layer.indexer.kind == "own"
 
     def path(
@@ -179,7 +172,10 @@ def _still(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         normed, _ = ops.npu_rms_norm(kv[:, :latent], gamma, epsilon)
         write(normed, kv[:, latent:], slot_mapping)
-        return PreprocessResult(absorb(q_nope), q_pe.contiguous(), q_lora if indexed else None)
+        absorbed, scale = encode(absorb(q_nope))
+        return PreprocessResult(
+            absorbed, q_pe.contiguous(), q_lora if indexed else None, q_nope_scale=scale
+        )
 
     return path
 

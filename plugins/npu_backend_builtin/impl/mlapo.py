@@ -82,6 +82,15 @@ class Mlapo:
             PrepareError: vllm-ascend's op, or float16.
         """
         layer = weights.layer
+        if layer.kv_layout.dtype != layer.dtype:
+            raise not_executed(
+                f"a cache of {layer.kv_layout.dtype}",
+                layer,
+                "mlapo",
+                "executed are the cache modes krope_ctkv and nzcache, without quantization",
+                "give the layer a float KV layout, or request another path",
+                code="kv.layout",
+            )
         if weights.offer.mode != OP or layer.dtype != "bfloat16":
             raise not_executed(
                 f"{weights.offer.mode} with activations of {layer.dtype}",
