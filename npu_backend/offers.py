@@ -241,6 +241,10 @@ def _check_strategy(_: object, __: object, value: str) -> None:
         raise ValueError(f"{value!r} is a word of requests and no strategy's name")
 
 
+Q_LORA_FORMATS = ("float", "int8", "mxfp8", "fp8", "hif8")
+"""Formats in which a path can hand over the compressed query."""
+
+
 @frozen(kw_only=True, cache_hash=True)
 class Offer:
     """A strategy that a plugin offers.
@@ -274,7 +278,7 @@ class Offer:
     aliases: tuple[tuple[str, str], ...] = field(converter=_aliases, default=())
     uses: frozenset[str] = field(converter=_names, default=())
     kv_layouts: frozenset[KvLayout] | None = field(converter=_kv_layouts, default=None)
-    q_lora: str | None = field(default=None, validator=in_((None, "float", "int8", "mxfp8", "fp8")))
+    q_lora: str | None = field(default=None, validator=in_((None, *Q_LORA_FORMATS)))
     copies_input: bool = False
     capture_slot: str | None = None
     mode: str = ""

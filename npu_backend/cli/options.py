@@ -13,6 +13,7 @@ from npu_backend.api import Backend, load
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import HOSTS, PROMISES, Deployment, Phase, Role
 from npu_backend.errors import DeploymentError
+from npu_backend.model.records import KV_DTYPES
 from npu_backend.plan import ModelPlan
 
 __all__ = ["Planned", "model_and_deployment_options", "plan_from", "plugin_options"]
@@ -126,6 +127,18 @@ def model_and_deployment_options(function: F) -> F:
                 show_default=True,
                 type=click.IntRange(1),
                 help="Tokens in one block of the KV cache.",
+            ),
+            click.option(
+                "--kv-dtype",
+                type=click.Choice(KV_DTYPES),
+                help="What the KV cache holds [default: --dtype].",
+            ),
+            click.option(
+                "--cache-mode",
+                default="PA_BSND",
+                show_default=True,
+                metavar="PA_BSND|PA_NZ|...",
+                help="How the KV cache is laid out.",
             ),
             click.option("--host", metavar="|".join(HOSTS), help="The engine that serves."),
             click.option(
@@ -244,6 +257,8 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         quant=options["quant"],
         dtype=options["dtype"],
         block_size=options["block_size"],
+        kv_dtype=options["kv_dtype"],
+        cache_mode=options["cache_mode"],
         host=host,
         layers=options["layers"],
         catalog=backend.catalog,

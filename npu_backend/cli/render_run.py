@@ -9,9 +9,9 @@ from npu_backend.cli.device import Device
 from npu_backend.cli.render import console, grid, render_group, render_head
 from npu_backend.explain import LayerGroup, format_bytes, group_layers
 from npu_backend.plan import ModelPlan
-from npu_backend.runtime.prove import LayerProof, RunResult
+from npu_backend.runtime.prove import LayerProof, PathsResult, RunResult
 
-__all__ = ["render_run"]
+__all__ = ["render_all_paths", "render_run"]
 
 
 def _figure(value: float | None) -> str:
@@ -86,3 +86,49 @@ def render_run(plan: ModelPlan, result: RunResult, device: Device) -> None:
     out.print(f"it does not show: {escape(device.does_not_show)}")
     verdict = "[green]all proofs hold[/green]" if result.passed else "[red]a proof FAILED[/red]"
     out.print(f"[bold]{verdict}[/bold] ({len(result.layers)} layers)")
+
+
+def _ids(layers: tuple[int, ...]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} like it"
+
+
+def render_all_paths(plan: ModelPlan, result: PathsResult, device: Device) -> None:
+    """Print every path's error against the fp32 reference, one row a path and kind of layer."""
+    out = console()
+    render_head(out, plan)
+    because = f": {device.why}" if device.why else ""
+    out.print(f"device: {escape(device.title)}{escape(because)}")
+    table = grid(
+        "layer", "path", "phases", "output", "latent", "key", "q_lora", "tolerance", "all proofs"
+    )
+    for record in result.records:
+        layer = _ids(record.layers) + (" (MTP)" if record.is_nextn else "")
+        if record.proof is None:
+            codes = ", ".join(dict.fromkeys(code for code, _ in record.reasons))
+            table.add_row(layer, record.path, f"not legal: {codes}", *["-"] * 5, "")
+            continue
+        mode = f" ({record.mode})" if record.mode else ""
+        figures = (
+            record.error,
+            record.figure("cache", "latent"),
+            record.figure("cache", "key"),
+            record.figure("q_lora", "error"),
+        )
+        table.add_row(
+            layer,
+            escape(record.path + mode),
+            ", ".join(record.phases),
+            *map(_figure, figures),
+            f"{record.proof.tolerance:.0e}",
+            _verdict(record.passed),
+        )
+    out.print(table)
+    out.print("errors are relative to the fp32 reference, on the same weights and inputs a layer")
+    for record in result.records:
+        for proof in record.proof.failed if record.proof is not None else ():
+            out.print(
+                f"[red]FAILED[/red] layer {record.layers[0]}, {escape(record.path)}, "
+                f"{proof.name}: {escape(proof.text)}"
+            )
+    out.print(f"a pass here shows: {escape(device.shows)}")
+    out.print(f"it does not show: {escape(device.does_not_show)}")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from npu_backend.catalog import load_catalog
 from npu_backend.cli.device import DEVICES, Device, open_device
-from npu_backend.cli.options import model_and_deployment_options, plan_from
+from npu_backend.cli.options import Planned, model_and_deployment_options, plan_from
 from npu_backend.cli.output import print_json, print_warning
 from npu_backend.deployment import Deployment
 from npu_backend.plan import SCHEMA
@@ -78,6 +78,33 @@ def _warn_of_other_versions(device: Device, deployment: Deployment, cann: str | 
             print_warning(f"planned for {deployment.soc}, the device is {device.soc} ({found})")
 
 
+def _all_paths(planned: Planned, device: Device, seed: int, as_json: bool) -> int:
+    from npu_backend.runtime.prove import prove_all_paths
+
+    with _Bar() as bar:
+        result = prove_all_paths(
+            planned.plan,
+            planned.backend.plan,
+            device=device.torch_device,
+            seed=seed,
+            progress=bar,
+        )
+    if as_json:
+        print_json(
+            {
+                "schema": SCHEMA,
+                "passed": result.passed,
+                "device": device.to_dict(),
+                "all_paths": result.to_dict(),
+            }
+        )
+    else:
+        from npu_backend.cli.render_run import render_all_paths
+
+        render_all_paths(planned.plan, result, device)
+    return 0 if result.passed else 1
+
+
 @click.command(name="run")
 @model_and_deployment_options
 @click.option(
@@ -89,7 +116,12 @@ def _warn_of_other_versions(device: Device, deployment: Deployment, cann: str | 
     help="Where to run; auto takes an NPU, else the simulated one, else the CPU.",
 )
 @click.option("--seed", default=0, show_default=True, type=int, help="Seed of weights and inputs.")
-def command(device_choice: str, seed: int, **options: Any) -> int:
+@click.option(
+    "--all-paths",
+    is_flag=True,
+    help="Run every legal path on one layer of each kind, and show their errors in one table.",
+)
+def command(device_choice: str, seed: int, all_paths: bool, **options: Any) -> int:
     """Plan MODEL, run its layers before and after the release, and prove what the plan says.
 
     Exits 1 if any proof fails.
@@ -101,6 +133,8 @@ def command(device_choice: str, seed: int, **options: Any) -> int:
         print_warning(text)
     _warn_of_other_versions(device, planned.plan.deployment, options["cann"])
 
+    if all_paths:
+        return _all_paths(planned, device, seed, options["as_json"])
     from npu_backend.runtime.prove import prove_model
 
     with _Bar() as bar:

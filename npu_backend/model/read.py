@@ -15,7 +15,9 @@ from npu_backend.errors import ModelError
 from npu_backend.model.config import AttentionSite, ModelConfig, parse_config
 from npu_backend.model.locate import Source, locate
 from npu_backend.model.records import (
+    CACHE_MODES,
     DTYPES,
+    KV_DTYPES,
     QUANT_KINDS,
     Indexer,
     KvLayout,
@@ -61,8 +63,15 @@ class Model(Sequence[MlaLayer]):
         return iter(self.layers)
 
 
-def _check_arguments(quant: str, dtype: str, block_size: int, host: str | None) -> None:
-    given = (("quantization", quant, QUANT_KINDS), ("dtype", dtype, DTYPES))
+def _check_arguments(
+    quant: str, dtype: str, kv_dtype: str, cache_mode: str, block_size: int, host: str | None
+) -> None:
+    given = (
+        ("quantization", quant, QUANT_KINDS),
+        ("dtype", dtype, DTYPES),
+        ("dtype of a KV cache", kv_dtype, KV_DTYPES),
+        ("cache mode", cache_mode, CACHE_MODES),
+    )
     for what, value, known in (*given, *((("host", host, HOSTS),) if host is not None else ())):
         if value not in known:
             raise ModelError(
@@ -143,7 +152,13 @@ def _sites(
 class _Builder:
     """Builds the layers of one model; what many layers share is made once."""
 
-    def __init__(self, resolver: Resolver, dtype: str, block_size: int, host: str | None) -> None:
+    def __init__(
+        self,
+        resolver: Resolver,
+        dtype: str,
+        kv: tuple[str, str, int],
+        host: str | None,
+    ) -> None:
         config = resolver.config
         self.resolver = resolver
         self.dtype = dtype
@@ -158,9 +173,7 @@ class _Builder:
             **config.dims,
             "model_type": config.model_type,
             "dtype": dtype,
-            "kv_layout": KvLayout(
-                dtype=dtype, block_size=block_size, rope="half" if rope else "none"
-            ),
+            "kv_layout": KvLayout(*kv, rope="half" if rope else "none"),
             "w_kc_layout": "contiguous" if flat else "strided",
             "w_vc_layout": "strided" if strided_v else "contiguous",
         }
@@ -210,6 +223,8 @@ def read_model(
     quant: str = "none",
     dtype: str = "bfloat16",
     block_size: int = 128,
+    kv_dtype: str | None = None,
+    cache_mode: str = "PA_BSND",
     host: str | None = None,
     layers: str | Iterable[int] | None = None,
     catalog: Catalog | None = None,
@@ -225,6 +240,8 @@ def read_model(
             is an error.
         dtype: Dtype of activations and unquantized weights.
         block_size: Tokens in one block of the KV cache.
+        kv_dtype: What the KV cache holds, see :class:`KvLayout`; None for ``dtype``.
+        cache_mode: How the KV cache is laid out, such as ``PA_BSND`` or ``PA_NZ``.
         host: ``sglang``, ``vllm-ascend`` or None: who leaves ``w_kc`` and ``w_vc`` in which layout.
         layers: Ids of the layers to read, as ``"0-2,78"`` or numbers; None for all.
         catalog: The catalog with the bundled models; default the bundled catalog.
@@ -233,12 +250,13 @@ def read_model(
         ModelError: The model is unknown, a file cannot be used, files contradict each other, or
             the model is not MLA.
     """
-    _check_arguments(quant, dtype, block_size, host)
+    holds = kv_dtype or dtype
+    _check_arguments(quant, dtype, holds, cache_mode, block_size, host)
     source = locate(model, load_catalog() if catalog is None else catalog)
     config = parse_config(source.raw, source.where)
     resolver, files = _resolver(source, config, quant)
     sites = _sites(resolver, layers, source.where)
-    builder = _Builder(resolver, dtype, block_size, host)
+    builder = _Builder(resolver, dtype, (cache_mode, holds, block_size), host)
     built = tuple(builder.layer(site) for site in sites)
     info = ModelInfo(
         name=source.name,

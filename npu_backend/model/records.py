@@ -55,6 +55,11 @@ KV_DTYPES = (*DTYPES, "int8", "int8_channel", "int8_packed", "fp8", "fp8_packed"
 PACKED_TILE = 128
 """Latents that share one fp32 scale in a packed cache (``tile_size`` of npu_mla_prolog_v3)."""
 
+CACHE_MODES = (
+    *("PA_BSND", "PA_NZ", "PA_BLK_BSND", "PA_BLK_NZ", "BSND", "TND"),
+    *("PA", "krope_ctkv", "nzcache"),
+)
+"""Cache modes by the ops' names; the last three are other names of the first two."""
 _CACHE_MODE_NAMES = {"PA": "PA_BSND", "krope_ctkv": "PA_BSND", "nzcache": "PA_NZ"}
 ROPE_LAYOUTS = ("half", "interleaved", "none")
 

@@ -18,7 +18,7 @@ HOST_MHA = "host:mha"
 Readers = dict[str, tuple[str, ...]]
 """Reader names by weight, each in the order in which it was found."""
 
-_WANTED_BY_WQ_B = {"w8a8-dynamic": "int8", "mxfp8": "mxfp8"}
+_WANTED_BY_WQ_B = {"w8a8-dynamic": "int8", "mxfp8": "mxfp8", "fp8": "fp8", "hif8": "hif8"}
 """Format of ``q_lora`` that a quantized ``wq_b`` takes as it is; any ``wq_b`` takes floats."""
 
 

@@ -12,8 +12,18 @@ from npu_backend.runtime.amend import AliasWarning  # noqa: E402
 from npu_backend.runtime.bind import bind  # noqa: E402
 from npu_backend.runtime.bound import BoundLayer  # noqa: E402
 from npu_backend.runtime.cache import LayerCache, rope_tables  # noqa: E402
+from npu_backend.runtime.forward import one_forward  # noqa: E402
 from npu_backend.runtime.ledger import Ledger, LedgerRow  # noqa: E402
 from npu_backend.runtime.ops import FORMAT_ND, FORMAT_NZ, Ops  # noqa: E402
+from npu_backend.runtime.projections import (  # noqa: E402
+    QUANTIZE_OPS,
+    StaticScales,
+    linear,
+    linear_ops,
+    not_executed,
+    quantize_input,
+    static_scales,
+)
 from npu_backend.runtime.ranks import FAILED, compare_fingerprints  # noqa: E402
 from npu_backend.runtime.result import PreprocessResult  # noqa: E402
 from npu_backend.runtime.shapes import fixed_shape  # noqa: E402
@@ -25,6 +35,7 @@ __all__ = [
     "FORMAT_ND",
     "FORMAT_NZ",
     "PACKED_TILE",
+    "QUANTIZE_OPS",
     "AliasWarning",
     "BoundLayer",
     "LayerCache",
@@ -33,11 +44,18 @@ __all__ = [
     "Ops",
     "Prepared",
     "PreprocessResult",
+    "StaticScales",
     "Tombstone",
     "Weights",
     "bind",
     "compare_fingerprints",
     "fixed_shape",
     "is_tombstone",
+    "linear",
+    "linear_ops",
+    "not_executed",
+    "one_forward",
+    "quantize_input",
     "rope_tables",
+    "static_scales",
 ]

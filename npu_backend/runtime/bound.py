@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,12 +15,15 @@ from npu_backend.runtime import release as _release
 from npu_backend.runtime.cache import LayerCache
 from npu_backend.runtime.dispatch import refuse_with
 from npu_backend.runtime.impl import Unit
+from npu_backend.runtime.indexer import compressed_query
 from npu_backend.runtime.ledger import Ledger
+from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
 from npu_backend.runtime.prepare import Callables, prepare_layer
 from npu_backend.runtime.result import PreprocessResult
 
 __all__ = ["BoundLayer"]
 
+T = TypeVar("T")
 Kernel = Callable[..., torch.Tensor]
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PreprocessResult]
 
@@ -66,6 +69,7 @@ class BoundLayer:
         # then live until the cycle collector comes by.
         self._gone: list[str] = []
         self._prepared = False
+        self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]] = {}
         unprepared = refuse_with(refusals.unprepared(plan))
         self.v_up = self.q_absorb = unprepared
@@ -175,6 +179,66 @@ class BoundLayer:
             return self._nothing(hidden_states, phase)
         return self._paths[phase](hidden_states, positions, slot_mapping)
 
+    def preprocess_beside(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        phase: Phase,
+        other: Callable[[], T],
+        stream: Any = None,
+        streams: Streams | None = None,
+    ) -> tuple[PreprocessResult, T]:
+        """Run the path of a phase on a second stream, and ``other()`` on the current one.
+
+        For work that does not depend on the path, such as an indexer's own ``q_lora``. Without a
+        stream the path runs first and ``other()`` after it, with the same results.
+
+        Args:
+            hidden_states: As for :meth:`preprocess`.
+            positions: Likewise.
+            slot_mapping: Likewise.
+            phase: Likewise.
+            other: Runs beside the path.
+            stream: The host's second stream, or None.
+            streams: How to reach streams and events; the device's own by default.
+        """
+        inputs = (hidden_states, positions, slot_mapping)
+        if stream is None or hidden_states.shape[0] == 0:
+            return self.preprocess(*inputs, phase=phase), other()
+        return run_beside(
+            self._paths[phase],
+            inputs,
+            other,
+            streams=streams or DeviceStreams(self.device),
+            side=stream,
+            outputs=lambda result: [t for t in result if t is not None],
+        )
+
+    def compressed_query(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return ``q_lora`` from the original weights, for an indexer whose path hands none over.
+
+        The planner keeps ``fused_qkv_a_proj`` for it (reader ``indexer``) wherever the path's own
+        ``q_lora`` is not in the format that the indexer's ``wq_b`` takes.
+
+        Args:
+            hidden_states: ``(tokens, hidden_size)`` in the layer's dtype, normed by the host.
+
+        Returns:
+            ``(tokens, q_lora_rank)`` in the layer's dtype, after its norm.
+
+        Raises:
+            WeightReleasedError: The plan has no such reader, and the weight is gone.
+            PlanMismatchError: The layer has no compressed query.
+            PrepareError: The layer is not prepared.
+        """
+        if self._compressed is None:
+            self._compressed = compressed_query(
+                self.plan, self._weights, self.device, prepared=self._prepared
+            )
+        return self._compressed(hidden_states)
+
     def path_for(self, phase: Phase | str) -> Path:
         """Return the callable of a phase's path, as :meth:`preprocess` calls it."""
         return self._paths[Phase.parse(phase)]
@@ -190,6 +254,7 @@ class BoundLayer:
     # --- parts -----------------------------------------------------------------------------------
 
     def _install(self, made: Callables) -> None:
+        self._compressed = None
         plan, host = self.plan, [p for e in self.plan.path if e.offer is None for p in e.phases]
         refused: dict[Phase, Any] = {
             p: refuse_with(

@@ -14,11 +14,14 @@ in the layout of the layer's cache. Two layouts in one cache give wrong tokens w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attrs import field, frozen
 
 from npu_backend.errors import PrepareError
 from npu_backend.model.records import KvLayout, MlaLayer
+from npu_backend.runtime.forward import gather_rope
 
 __all__ = ["LayerCache", "rope_tables"]
 
@@ -143,6 +146,22 @@ class LayerCache:
                 code="rope.layout",
             )
         return self.cos, self.sin
+
+    def rope_rows(self) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Return ``positions -> (cos, sin)``, each ``(tokens, qk_rope_head_dim)``, for steps.
+
+        Inside :func:`npu_backend.runtime.one_forward` the rows are gathered once for all layers
+        whose caches share their tables, by whichever layer asks first.
+
+        Raises:
+            PrepareError: The cache was made for a layer without RoPE.
+        """
+        cos, sin = self.tables()
+
+        def rows(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return gather_rope(cos, sin, positions)
+
+        return rows
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the cache's tensors by name, the tables included."""

@@ -163,7 +163,7 @@ def test_a_quantization_that_is_not_executed_is_an_error_and_no_pass():
         "--attn-tp-size",
         "32",
         "--quant",
-        "mxfp8",
+        "fp8-block",
         "--soc",
         "A5",
         "--device",

@@ -5,6 +5,7 @@ weights, the caches and the bytes are right by the documented meaning of the ops
 of a device's numerics or speed unless it ran on that device.
 """
 
+from npu_backend.runtime.prove.all_paths import PathRecord, PathsResult, prove_all_paths
 from npu_backend.runtime.prove.engine import DEFAULT_ROWS, Progress, prove_layer, prove_model
 from npu_backend.runtime.prove.records import LayerProof, Proof, RunResult, StepRecord
 from npu_backend.runtime.prove.scenario import ROW_CAP
@@ -21,11 +22,14 @@ __all__ = [
     "ROW_CAP",
     "LayerProof",
     "LayerWeights",
+    "PathRecord",
+    "PathsResult",
     "Progress",
     "Proof",
     "RunResult",
     "StepRecord",
     "check_executable",
+    "prove_all_paths",
     "prove_layer",
     "prove_model",
     "seeded_weights",

@@ -66,22 +66,23 @@ def _sites_used(plan: LayerPlan, step: Step) -> frozenset[str]:
 
 
 def prove_outputs(records: Sequence[StepRecord], bound: float) -> Proof:
-    """Every step's output is within the bound of the fp32 reference; one token within twice."""
+    """Every step's output is within the bound of the fp32 reference; one token within twice, also
+    where it is the whole step: over few heads, errors of one token do not average out."""
     compared = [r for r in records if r.error is not None and r.worst is not None]
     if not compared:
         return Proof(name="outputs", passed=True, text=_NO_STEPS, skipped=True)
-    error = max(r.error or 0.0 for r in compared)
+    error = max((r.error or 0.0 for r in compared if r.rows > 1), default=0.0)
     worst = max(r.worst or 0.0 for r in compared)
     passed = error <= bound and worst <= 2 * bound
     bad = [
         f"{r.phase} with {r.rows} rows by {r.path} and {r.v_up}: {r.error:.2g}, worst token "
         f"{r.worst:.2g}"
         for r in compared
-        if (r.error or 0.0) > bound or (r.worst or 0.0) > 2 * bound
+        if (r.rows > 1 and (r.error or 0.0) > bound) or (r.worst or 0.0) > 2 * bound
     ]
     text = (
-        f"{len(compared)} steps against the fp32 reference: error at most {error:.2g}, of one "
-        f"token at most {worst:.2g} (bounds {bound:.0e} and {2 * bound:.0e})"
+        f"{len(compared)} steps against the fp32 reference: error at most {error:.2g} of several "
+        f"rows, of one token at most {worst:.2g} (bounds {bound:.0e} and {2 * bound:.0e})"
     )
     if bad:
         text += "; too far: " + "; ".join(bad)

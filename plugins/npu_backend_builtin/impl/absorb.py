@@ -11,9 +11,15 @@ from collections.abc import Callable
 import torch
 
 from npu_backend import MlaLayer
-from npu_backend.runtime import LayerCache, Prepared, PreprocessResult, Weights
+from npu_backend.runtime import (
+    LayerCache,
+    Prepared,
+    PreprocessResult,
+    Weights,
+    linear,
+    linear_ops,
+)
 from npu_backend_builtin.impl._kv import query_encoder, row_writer
-from npu_backend_builtin.impl._linear import linear, linear_ops
 from npu_backend_builtin.impl._rope import rotate
 
 __all__ = ["Absorb"]
@@ -137,15 +143,14 @@ def _rotating(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
     layer, heads = prepared.layer, prepared.local_heads
     widths = [layer.qk_nope_head_dim, layer.qk_rope_head_dim]
     project, write, turn = _project(prepared), _write(prepared, cache), _rotate_queries(prepared)
-    cos_table, sin_table = cache.tables()
+    rope_at = cache.rope_rows()
     encode = query_encoder(cache)
     indexed = layer.indexer.kind == "own"
 
     def path(
         hidden_states: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PreprocessResult:
-        cos = cos_table.index_select(0, positions)
-        sin = sin_table.index_select(0, positions)
+        cos, sin = rope_at(positions)
         q, kv, q_lora = project(hidden_states)
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         write(kv, cos, sin, slot_mapping)

@@ -11,8 +11,15 @@ from functools import lru_cache
 
 import torch
 
-from npu_backend.runtime import FORMAT_NZ, LayerCache, Prepared, PreprocessResult, Weights
-from npu_backend_builtin.impl._linear import not_executed, static_scales
+from npu_backend.runtime import (
+    FORMAT_NZ,
+    LayerCache,
+    Prepared,
+    PreprocessResult,
+    Weights,
+    not_executed,
+    static_scales,
+)
 
 __all__ = ["Mlapo"]
 
@@ -117,7 +124,7 @@ class Mlapo:
     def bind(self, prepared: Prepared, cache: LayerCache) -> Path:
         """Return the path."""
         layer, preprocess = prepared.layer, prepared.ops.mla_preprocess
-        cos_table, sin_table = cache.tables()
+        rope_at = cache.rope_rows()
         dtype = getattr(torch, layer.dtype)
         # The op takes the scale in the activations' dtype and the offset as int8.
         scale0, scale1 = (prepared[f"scale{i}"].to(dtype) for i in (0, 1))
@@ -136,8 +143,7 @@ class Mlapo:
         def path(
             hidden_states: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
         ) -> PreprocessResult:
-            cos = cos_table.index_select(0, positions)
-            sin = sin_table.index_select(0, positions)
+            cos, sin = rope_at(positions)
             q_nope = hidden_states.new_empty((hidden_states.shape[0], heads, latent))
             q_pe = hidden_states.new_empty((hidden_states.shape[0], heads, rope))
             preprocess(

@@ -16,12 +16,14 @@ from npu_backend import PrepareError
 from npu_backend.runtime import (
     FORMAT_NZ,
     PACKED_TILE,
+    QUANTIZE_OPS,
     LayerCache,
     Prepared,
     PreprocessResult,
     Weights,
+    not_executed,
+    quantize_input,
 )
-from npu_backend_builtin.impl._linear import QUANTIZE_OPS, not_executed, quantize_input
 from npu_backend_builtin.mlaprolog import KV_MODES
 
 __all__ = ["MlaProlog"]
@@ -152,7 +154,7 @@ class MlaProlog:
     def bind(self, prepared: Prepared, cache: LayerCache) -> Path:
         """Return the path."""
         layer, mode = prepared.layer, _mode(prepared)
-        cos_table, sin_table = cache.tables()
+        rope_at = cache.rope_rows()
         prolog, kind = prepared.ops.npu_mla_prolog_v3, _KINDS.get(mode)
         quantize = None if kind is None else quantize_input(kind, prepared.ops)
         weights = tuple(
@@ -174,8 +176,7 @@ class MlaProlog:
         def path(
             hidden_states: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
         ) -> PreprocessResult:
-            cos = cos_table.index_select(0, positions)
-            sin = sin_table.index_select(0, positions)
+            cos, sin = rope_at(positions)
             token_x, by_token = hidden_states.contiguous(), {}
             if quantize is not None:
                 token_x, scale = quantize(token_x)

@@ -1,4 +1,7 @@
-"""Projections of a step: float, dynamic and static W8A8, fp8 and MXFP8."""
+"""Projections of a step in every quantization that is executed, for paths and for an indexer.
+
+Float, dynamic and static W8A8, fp8 (one scale a channel) and MXFP8, through the facade.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from attrs import frozen
 
-from npu_backend import MlaLayer, PrepareError
-from npu_backend.runtime import Ops, fixed_shape
+from npu_backend.errors import PrepareError
+from npu_backend.model.records import MlaLayer
+from npu_backend.runtime.ops import Ops
+from npu_backend.runtime.shapes import fixed_shape
 
 __all__ = [
     "QUANTIZE_OPS",
@@ -111,6 +116,13 @@ def linear(
     name: str, layer: MlaLayer, weights: Mapping[str, torch.Tensor], ops: Ops, strategy: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return ``(tokens, in) -> (tokens, out)`` of a projection, in the layer's dtype.
+
+    Args:
+        name: The projection's loaded name.
+        layer: The layer.
+        weights: The projection's weight ``(out, in)`` and, where it is quantized, ``NAME.scale``.
+        ops: The facade.
+        strategy: For whom, in messages.
 
     Raises:
         PrepareError: The quantization is planned only.
