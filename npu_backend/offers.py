@@ -262,7 +262,7 @@ class Offer:
         uses: Which of ``q_absorb`` and ``v_up`` its phases need (paths only).
         kv_layouts: The KV layouts that it can write; None: every one (paths only).
         q_lora: Format in which it hands ``q_lora`` to an indexer: ``float``, ``int8``, ``mxfp8``,
-            or None where it does not (paths only).
+            ``fp8``, ``hif8``, or None where it does not (paths only).
         copies_input: Copies its activation once a step.
         capture_slot: Name of a process-wide slot, keyed by rows, that the op's tiling holds under
             graph capture; two shapes must not share it.
