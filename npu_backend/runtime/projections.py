@@ -33,6 +33,8 @@ QUANTIZE_OPS = {
     "w8a8-static": "npu::npu_quantize",
 }
 """The op that quantizes a projection's input."""
+E8M0_NUMBER = 293
+"""torch_npu's own number of float8_e8m0fnu, for scales that are given as bytes."""
 MX_GROUPS = (1, 1, 32)
 """``group_sizes`` of an MXFP8 product: one scale a row, a channel and 32 inputs."""
 
@@ -55,7 +57,7 @@ def quantize_input(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return ``(tokens, in) -> (values, scales)`` of a dynamic quantization.
 
-    Scales are ``(tokens,)`` float32, of MXFP8 ``(tokens, in / 64, 2)`` e8m0.
+    Scales are ``(tokens,)`` float32, of MXFP8 ``(tokens, in / 64, 2)`` uint8, the bytes of e8m0.
     """
     if kind == "w8a8-dynamic":
         return ops.npu_dynamic_quant
@@ -146,7 +148,7 @@ def linear(
     if kind == "mxfp8":
         quantize = quantize_input(kind, ops)
         # (out, in / 32) in pairs along the inputs, seen as the op takes a weight (in, out).
-        rows = weights[f"{name}.scale"].reshape(weight.shape[0], -1, 2)
+        rows = weights[f"{name}.scale"].view(torch.uint8).reshape(weight.shape[0], -1, 2)
         paired = fixed_shape(rows.transpose(0, 1))
 
         def mx(x: torch.Tensor) -> torch.Tensor:
@@ -157,6 +159,8 @@ def linear(
                 paired,
                 pertoken_scale=by_token,
                 output_dtype=dtype,
+                scale_dtype=E8M0_NUMBER,
+                pertoken_scale_dtype=E8M0_NUMBER,
                 group_sizes=MX_GROUPS,
             )
 

@@ -70,7 +70,7 @@ def call(rand, angles):
             given["token_x"], given["dequant_scale_x"] = values, scale.unsqueeze(-1)
         if mode == 3:
             values, scale = npu_dynamic_mx_quant(x, dst_type=E4M3)
-            given["token_x"], given["dequant_scale_x"] = values, scale.flatten(-2)
+            given["token_x"], given["dequant_scale_x"] = values, scale.flatten(-2).view(E8M0)
         uk = rand(HEADS, NOPE, LATENT, scale=NOPE**-0.5).to(torch.bfloat16)
         eight = torch.int8 if mode in (1, 2) else E4M3
         width = LATENT + 2 * ROPE + 4 * LATENT // TILE if kv == 3 else LATENT
@@ -232,7 +232,8 @@ def test_the_shared_exponent_of_a_block(largest, power):
     row[0, 7] = largest
     values, scales = npu_dynamic_mx_quant(row, dst_type=24)
     assert scales.shape == (1, 1, 2)
-    assert scales.view(torch.uint8).tolist() == [[[power + 127, 0]]]
+    assert scales.dtype == torch.uint8
+    assert scales.tolist() == [[[power + 127, 0]]]
     assert values[0, 7].item() == pytest.approx(min(largest * 2.0**-power, 448.0), rel=2**-4)
 
 
@@ -249,10 +250,17 @@ def test_quantized_products(rand, kind):
     else:
         values, by_token = npu_dynamic_mx_quant(x, dst_type=24)
         weight, scale = quantize(w, 3)
-        paired = scale.unflatten(-1, (-1, 2)).transpose(0, 1)
+        paired = scale.view(torch.uint8).unflatten(-1, (-1, 2)).transpose(0, 1)
         assert paired.shape == (2, 8, 2)
         out = npu_quant_matmul(
-            values, weight, paired, pertoken_scale=by_token, output_dtype=15, group_sizes=[1, 1, 32]
+            values,
+            weight,
+            paired,
+            pertoken_scale=by_token,
+            output_dtype=15,
+            scale_dtype=293,
+            pertoken_scale_dtype=293,
+            group_sizes=[1, 1, 32],
         )
     assert out.dtype == torch.bfloat16
     assert off(out, expected) < 5e-2

@@ -99,7 +99,7 @@ class Ops(Protocol):
     def npu_dynamic_mx_quant(
         self, input: torch.Tensor, *, dst_type: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e4m3 values and e8m0 scales in pairs, ``(..., K / 64, 2)``."""
+        """Return e4m3 values and e8m0 scales in pairs, ``(..., K / 64, 2)``, as uint8."""
 
     def npu_quantize(
         self,
@@ -121,6 +121,8 @@ class Ops(Protocol):
         pertoken_scale: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         output_dtype: torch.dtype | None = None,
+        pertoken_scale_dtype: int | None = None,
+        scale_dtype: int | None = None,
         group_sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Return the 8-bit product with its scales multiplied in."""

@@ -89,7 +89,7 @@ def _dynamic_quant_fake(input: torch.Tensor, **kwargs: Any) -> tuple[torch.Tenso
 def _mx_quant_fake(input: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = (*input.shape[:-1], input.shape[-1] // (2 * MX_BLOCK), 2)
     values = torch.empty_like(input, dtype=torch.float8_e4m3fn)
-    return values, input.new_empty(pairs, dtype=E8M0)
+    return values, input.new_empty(pairs, dtype=torch.uint8)
 
 
 def _prolog_fake(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from npu_backend.runtime.reference.numerics import (
-    E8M0,
     MX_BLOCK,
     as_scale,
     int8_product,
@@ -31,6 +30,8 @@ __all__ = [
     "npu_quantize",
 ]
 
+E8M0_NUMBER = 293
+"""torch_npu's own number of float8_e8m0fnu, for scales that are carried as bytes."""
 _NUMBERS = {
     0: torch.uint8,
     1: torch.int8,
@@ -124,7 +125,7 @@ def npu_dynamic_mx_quant(
         max_low_bound: 0; others are not modelled.
 
     Returns:
-        e4m3 ``(..., K)``, and e8m0 scales in pairs ``(..., K / 64, 2)``.
+        e4m3 ``(..., K)``, and e8m0 scales in pairs ``(..., K / 64, 2)``, as uint8.
 
     Raises:
         ValueError: K is not a multiple of 64.
@@ -146,7 +147,7 @@ def npu_dynamic_mx_quant(
     if input.shape[-1] % (2 * MX_BLOCK):
         raise ValueError(f"{op}: {input.shape[-1]} values a row make no pairs of {MX_BLOCK}")
     quantized, scales = mx_quantized(input)
-    return quantized, scales.reshape(*scales.shape[:-1], -1, 2)
+    return quantized, scales.view(torch.uint8).reshape(*scales.shape[:-1], -1, 2)
 
 
 def npu_quant_matmul(
@@ -170,16 +171,16 @@ def npu_quant_matmul(
     Args:
         x1: ``(..., M, K)`` int8, or ``(M, K)`` e4m3.
         x2: ``(..., K, N)`` of the same dtype.
-        scale: ``(1,)`` or ``(N,)``: fp32, bf16, or int64 with fp32 bits. MX: ``(K / 64, N, 2)``
-            e8m0.
+        scale: ``(1,)`` or ``(N,)``: fp32, bf16, or int64 with fp32 bits. MX: ``(K / 64, N, 2)``,
+            one byte each.
         offset: ``(1,)`` or ``(N,)``, only for an int8 result.
-        pertoken_scale: ``(M,)`` fp32. MX: ``(M, K / 64, 2)`` e8m0.
+        pertoken_scale: ``(M,)`` fp32. MX: ``(M, K / 64, 2)``, one byte each.
         bias: ``(N,)``; int32 is added before the scales, float after them.
         output_dtype: int8 where it is not given.
         x1_dtype: Not modelled.
         x2_dtype: Not modelled.
-        pertoken_scale_dtype: Not modelled.
-        scale_dtype: Not modelled.
+        pertoken_scale_dtype: MX: torch_npu's number of float8_e8m0fnu, 293.
+        scale_dtype: Likewise.
         group_sizes: MX: ``[1, 1, 32]``; others are not modelled.
         y_scale: Not modelled.
 
@@ -194,8 +195,6 @@ def npu_quant_matmul(
     absent = {
         "x1_dtype": x1_dtype,
         "x2_dtype": x2_dtype,
-        "pertoken_scale_dtype": pertoken_scale_dtype,
-        "scale_dtype": scale_dtype,
         "y_scale": y_scale,
     }
     for name, value in absent.items():
@@ -206,7 +205,9 @@ def npu_quant_matmul(
     if x1.shape[-1] != x2.shape[-2]:
         raise ValueError(f"{op}: {tuple(x1.shape)} does not multiply with {tuple(x2.shape)}")
     target = dtype_of_number(op, output_dtype, torch.int8)
-    if scale.dtype == E8M0:
+    if scale_dtype is not None or pertoken_scale_dtype is not None:
+        if (scale_dtype, pertoken_scale_dtype) != (E8M0_NUMBER, E8M0_NUMBER):
+            raise ValueError(f"{op}: MX needs both scales in e8m0, number {E8M0_NUMBER}")
         if list(group_sizes or ()) != [1, 1, MX_BLOCK] or bias is not None or offset is not None:
             raise NotImplementedError(
                 f"{op}: of MX the reference knows group_sizes [1, 1, 32] only"

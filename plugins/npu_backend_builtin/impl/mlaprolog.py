@@ -28,6 +28,8 @@ from npu_backend_builtin.mlaprolog import KV_MODES
 
 __all__ = ["MlaProlog"]
 
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
+"""Dtype of MX scales; torch has it since 2.7."""
 EXECUTED_MODES = (0, 1, 2, 3, 4)
 EXECUTED_CACHE_MODES = ("PA_BSND", "PA_NZ")
 _KINDS = {2: "w8a8-dynamic", 3: "mxfp8", 4: "fp8"}
@@ -180,7 +182,9 @@ class MlaProlog:
             token_x, by_token = hidden_states.contiguous(), {}
             if quantize is not None:
                 token_x, scale = quantize(token_x)
-                by_token["dequant_scale_x"] = scale.reshape(scale.shape[0], -1)
+                rows = scale.reshape(scale.shape[0], -1)
+                # The quantizing op gives bytes, this one takes the dtype.
+                by_token["dequant_scale_x"] = rows.view(E8M0) if mode == 3 else rows
             q_nope, q_pe, q_scale, q_lora, q_lora_scale = prolog(
                 token_x,
                 *weights,
