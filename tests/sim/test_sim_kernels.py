@@ -594,13 +594,6 @@ def test_dynamic_mx_quant_on_a5(npu_device) -> None:
         torch_npu.npu_dynamic_mx_quant(x.to(npu_device))
 
 
-@pytest.mark.npu(soc="A5")
-@pytest.mark.needs_line("26.0")
-def test_mla_prolog_mode_3_is_legal_on_a5_but_not_simulated(npu_device) -> None:
-    with pytest.raises(OpRejectedError, match="weight_quant_mode 3 supports dtype float8_e4m3fn"):
-        prolog_call(npu_device, prolog_inputs(0), 3)
-
-
 def test_quant_matmul(npu_device) -> None:
     import torch
     import torch_npu

@@ -1,6 +1,7 @@
 """Reference kernels of the ``npu_mla_prolog`` family.
 
-Simulated: weight modes 0, 1 and 2 (16-bit, int8 q_b, int8 throughout) with a 16-bit KV cache.
+Simulated: weight modes 0 to 4 (16-bit, int8 q_b, int8 throughout, MXFP8, fp8) with every KV cache
+that goes with them; not hif8, which torch has no dtype for.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from npu_backend.testing.sim import validators
 from npu_backend.testing.sim.kernels.base import (
     decode_scale,
     host,
-    int8_matmul,
     interleaved_rope,
     optional_spec,
     place,
+    powers_of_two,
     rms_norm,
     spec,
     to_device,
@@ -26,7 +27,11 @@ from npu_backend.testing.sim.kernels.base import (
     where,
 )
 from npu_backend.testing.sim.kernels.caches import write_slots, write_whole
-from npu_backend.testing.sim.kernels.quant import quantize_rows
+from npu_backend.testing.sim.kernels.quant import (
+    quantize_blocks,
+    quantize_rows,
+    to_eight_bits,
+)
 
 __all__ = ["KERNELS"]
 
@@ -46,10 +51,46 @@ _SCALES = (
 class _Outputs:
     query: torch.Tensor
     query_rope: torch.Tensor
-    kv_rows: torch.Tensor
-    kr_rows: torch.Tensor
+    latent: torch.Tensor
+    key: torch.Tensor
     query_norm: torch.Tensor
     query_norm_scale: torch.Tensor | None
+
+
+def _spread(scale: torch.Tensor, k: int) -> torch.Tensor:
+    """Return scales (rows, blocks) as one factor a value, (rows, K), in float64."""
+    factors = powers_of_two(scale) if scale.element_size() == 1 else decode_scale(scale).double()
+    return factors.repeat_interleave(k // factors.shape[1], 1)
+
+
+def _times(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiply (T, K) by (K, N) of any dtype, each value times its own scale; float64.
+
+    Args:
+        x: Values.
+        weight: Values.
+        x_scale: (T, blocks of K), or None.
+        w_scale: (N, blocks of K), or None.
+    """
+    left, right = x.double(), weight.double()
+    if x_scale is not None:
+        left = left * _spread(x_scale, x.shape[1])
+    if w_scale is not None:
+        right = right * _spread(w_scale, x.shape[1]).t()
+    return left @ right
+
+
+def _requantize(mode: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the compressed query as the second product takes it."""
+    if mode == 3:
+        values, codes = quantize_blocks(normed, 32, torch.float8_e4m3fn)
+        return values, codes.view(torch.float8_e8m0fnu)
+    return quantize_rows(normed, torch.int8 if mode in (1, 2) else torch.float8_e4m3fn)
 
 
 def _compute(
@@ -63,61 +104,95 @@ def _compute(
     epsilons: tuple[float, float],
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> _Outputs:
-    """Compute all outputs as (tokens, ...) CPU tensors.
+    """Compute all outputs as (tokens, ...) CPU tensors, the caches' rows in bf16.
 
-    Source of the formulas: the op-plugin documentation of the op. A matrix product rounds to bf16;
-    a quantized one multiplies its scales in first. RMS norm and RoPE are computed in fp32.
+    Source of the formulas: the documentation of the op in op-plugin and ops-transformer. A matrix
+    product rounds to bf16; a quantized one multiplies its scales in first. RMS norm and RoPE are
+    computed in fp32.
     """
     dq, uq_qr, uk, dkv_kr = (host(w, op) for w in weights)
     gamma_cq, gamma_ckv = (host(g, op) for g in gammas)
     sin, cos = (host(r, op).reshape(-1, r.shape[-1]) for r in rope)
-    given = {name: decode_scale(host(s, op)) for name, s in scales.items() if s is not None}
+    given = {name: host(s, op) for name, s in scales.items() if s is not None}
     x = host(token_x, op).reshape(-1, token_x.shape[-1])
     heads, nope, kv_lora = uk.shape
 
-    def down(weight: torch.Tensor, name: str) -> torch.Tensor:
-        if mode != 2:
-            return (x.float() @ weight.float()).to(_BF16)
-        per_token = given["dequant_scale_x"].reshape(-1, 1)
-        per_channel = given[f"dequant_scale_{name}"].reshape(1, -1)
-        return (int8_matmul(x, weight) * per_token * per_channel).to(_BF16)
+    def of_weight(name: str, columns: int) -> torch.Tensor | None:
+        # One scale a channel is given as (1, N), MX scales as (N, K / 32).
+        scale = given.get(f"dequant_scale_{name}")
+        return None if scale is None else scale.reshape(columns, -1)
 
-    normed = rms_norm(down(dq, "w_dq"), gamma_cq, epsilons[0], scale=factors[0])
-    norm_scale: torch.Tensor | None = None
-    if mode == 0:
-        query_norm = normed.to(_BF16)
-        q = (query_norm.float() @ uq_qr.float()).to(_BF16)
-    else:
-        smooth = given.get("smooth_scales_cq")
-        if smooth is not None:
-            normed = normed * smooth.reshape(1, -1)
-        query_norm, norm_scale = quantize_rows(normed)
-        per_channel = given["dequant_scale_w_uq_qr"].reshape(1, -1)
-        q = (int8_matmul(query_norm, uq_qr) * norm_scale * per_channel).to(_BF16)
+    x_scale = given.get("dequant_scale_x")
+    if x_scale is not None:
+        x_scale = x_scale.reshape(x.shape[0], -1)
+    low = _times(x, dq, x_scale, of_weight("w_dq", dq.shape[1])).to(_BF16)
+    kv = _times(x, dkv_kr, x_scale, of_weight("w_dkv_kr", dkv_kr.shape[1])).to(_BF16)
+    normed = rms_norm(low, gamma_cq, epsilons[0], scale=factors[0])
+    query_norm, norm_scale = normed.to(_BF16), None
+    if mode != 0:
+        if (smooth := given.get("smooth_scales_cq")) is not None:
+            normed = normed * smooth.float().reshape(1, -1)
+        query_norm, norm_scale = _requantize(mode, normed)
+    q = _times(query_norm, uq_qr, norm_scale, of_weight("w_uq_qr", uq_qr.shape[1])).to(_BF16)
     q = q.view(x.shape[0], heads, -1)
     query = torch.einsum("thn,hnl->thl", q[..., :nope].float(), uk.float()).to(_BF16)
     query_rope = interleaved_rope(q[..., nope:], cos[:, None], sin[:, None]).to(_BF16)
-    kv = down(dkv_kr, "w_dkv_kr")
-    kv_rows = rms_norm(kv[:, :kv_lora], gamma_ckv, epsilons[1], scale=factors[1]).to(_BF16)
-    kr_rows = interleaved_rope(kv[:, kv_lora:], cos, sin).to(_BF16)
-    return _Outputs(query, query_rope, kv_rows, kr_rows, query_norm, norm_scale)
+    latent = rms_norm(kv[:, :kv_lora], gamma_ckv, epsilons[1], scale=factors[1]).to(_BF16)
+    key = interleaved_rope(kv[:, kv_lora:], cos, sin).to(_BF16)
+    return _Outputs(query, query_rope, latent, key, query_norm, norm_scale)
+
+
+def _cache_rows(
+    op: str,
+    kv_mode: int,
+    tile: int,
+    out: _Outputs,
+    dtype: torch.dtype,
+    scales: dict[str, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows that go into kv_cache and kr_cache; None where they are packed into one."""
+    if kv_mode == 0:
+        return out.latent, out.key
+    if kv_mode == 3:
+        tokens = out.latent.shape[0]
+        values, tile_scales = quantize_rows(out.latent.view(tokens, -1, tile), dtype)
+        row = torch.empty(tokens, values[0].numel() + 2 * out.key.shape[1] + 4 * values.shape[1],
+                          dtype=torch.uint8)  # fmt: skip
+        at = 0
+        for part in (values.reshape(tokens, -1), out.key, tile_scales.reshape(tokens, -1)):
+            raw = part.contiguous().view(torch.uint8)
+            row[:, at : at + raw.shape[1]] = raw
+            at += raw.shape[1]
+        return row.view(dtype), None
+    found = []
+    for rows, name in ((out.latent, "quant_scale_ckv"), (out.key, "quant_scale_ckr")):
+        scale = scales.get(name)
+        factor = None if scale is None else host(scale, op).reshape(-1)
+        found.append(rows if factor is None else to_eight_bits(rows.float() * factor, dtype))
+    return found[0], found[1]
 
 
 def _store(
     op: str,
     mode: str,
-    out: _Outputs,
+    rows: tuple[torch.Tensor, torch.Tensor | None],
     kv_cache: torch.Tensor,
     kr_cache: torch.Tensor,
     index: torch.Tensor | None,
 ) -> None:
-    for cache, rows in ((kv_cache, out.kv_rows), (kr_cache, out.kr_rows)):
+    for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
+        if row is None:
+            continue
+        target = host(cache, op)
+        if target.element_size() == 1:
+            # Few ops of the host take every 8-bit dtype; bytes are bytes.
+            target, row = target.view(torch.uint8), row.view(torch.uint8)
         if mode in ("BSND", "TND"):
-            write_whole(host(cache, op), rows)
+            write_whole(target, row)
         else:
             assert index is not None
             slots = host(index, op).reshape(-1)
-            write_slots(op, host(cache, op), rows, slots, nz=mode == "PA_NZ")
+            write_slots(op, target, row, slots, nz=mode == "PA_NZ")
 
 
 def _shaped(rows: torch.Tensor, token_x: torch.Tensor) -> torch.Tensor:
@@ -176,15 +251,15 @@ def _v3(
         weight_quant_mode=weight_quant_mode,
         kv_cache_quant_mode=kv_cache_quant_mode,
         query_quant_mode=query_quant_mode,
+        ckvkr_repo_mode=ckvkr_repo_mode,
+        quant_scale_repo_mode=quant_scale_repo_mode,
+        tile_size=tile_size,
         scales={name: optional_spec(s) for name, s in scales.items()},
         op=op,
         **where(),
     )
-    unsupported_unless(weight_quant_mode in (0, 1, 2), op, f"weight_quant_mode {weight_quant_mode}")
-    unsupported_unless(kv_cache_quant_mode == 0, op, f"kv_cache_quant_mode {kv_cache_quant_mode}")
-    unsupported_unless(
-        (ckvkr_repo_mode, quant_scale_repo_mode) == (0, 0), op, "a combined KV cache"
-    )
+    unsupported_unless(weight_quant_mode != 5, op, f"weight_quant_mode {weight_quant_mode} (hif8)")
+    unsupported_unless(k_nope_clip_alpha is None, op, "k_nope_clip_alpha")
     unsupported_unless(not cache_mode.startswith("PA_BLK"), op, f"cache_mode {cache_mode}")
     out = _compute(
         op,
@@ -197,21 +272,29 @@ def _v3(
         (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv),
         (qc_qr_scale, kc_scale),
     )
-    _store(op, cache_mode, out, kv_cache, kr_cache, cache_index)
+    rows = _cache_rows(op, kv_cache_quant_mode, tile_size, out, kv_cache.dtype, scales)
+    _store(op, cache_mode, rows, kv_cache, kr_cache, cache_index)
+    query, query_scale = out.query, None
+    if query_quant_mode:
+        query, query_scale = quantize_rows(out.query, kv_cache.dtype)
     # Outputs that are not asked for hold no element from CANN 8.5, and one before.
     nothing = 0 if cann_key(place().cann) >= (8, 5) else 1
     empty = torch.zeros(nothing, dtype=torch.float32)
-    norm = torch.zeros(nothing, dtype=weight_uq_qr.dtype)
+    norm = (
+        torch.zeros(nothing, dtype=torch.uint8).view(out.query_norm.dtype)
+        if (out.query_norm.element_size() == 1)
+        else torch.zeros(nothing, dtype=out.query_norm.dtype)
+    )
     norm_scale = empty
     if query_norm_flag:
         norm = out.query_norm.reshape(*token_x.shape[:-1], -1)
         norm_scale = empty if out.query_norm_scale is None else out.query_norm_scale
     return (
-        _shaped(out.query, token_x),
+        _shaped(query, token_x),
         _shaped(out.query_rope, token_x),
-        to_device(empty, token_x),
+        to_device(empty if query_scale is None else query_scale, token_x),
         to_device(norm, token_x),
-        to_device(norm_scale.float(), token_x),
+        to_device(norm_scale, token_x),
     )
 
 
@@ -259,7 +342,7 @@ def _older(
         scales,
         (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv),
     )
-    _store(op, cache_mode, out, kv_cache, kr_cache, cache_index)
+    _store(op, cache_mode, (out.latent, out.key), kv_cache, kr_cache, cache_index)
     return out
 
 

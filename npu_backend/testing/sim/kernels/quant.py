@@ -14,6 +14,7 @@ from npu_backend.testing.sim.kernels.base import (
     host,
     int8_matmul,
     optional_spec,
+    powers_of_two,
     spec,
     to_device,
     unsupported_unless,
@@ -21,19 +22,50 @@ from npu_backend.testing.sim.kernels.base import (
 )
 from npu_backend.testing.sim.spec import FORMAT_NZ
 
-__all__ = ["FAKES", "KERNELS", "quantize_rows"]
+__all__ = ["FAKES", "KERNELS", "quantize_blocks", "quantize_rows", "to_eight_bits"]
 
 _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int32: (-(2**31), 2**31 - 1)}
 # Exponent of the largest normal number of each dtype.
 _EMAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
-def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (..., K) to int8 with one scale a row: (int8 values, fp32 scales (..., 1))."""
-    scale = values.float().abs().amax(-1, keepdim=True) / 127
+def to_eight_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round fp32 values to int8 or an fp8 dtype, saturated."""
+    if dtype == torch.int8:
+        return values.round().clamp(-128, 127).to(torch.int8)
+    bound = torch.finfo(dtype).max
+    return values.clamp(-bound, bound).to(dtype)
+
+
+def quantize_rows(
+    values: torch.Tensor, dtype: torch.dtype = torch.int8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise (..., K) with one scale a row: (8-bit values, fp32 scales (..., 1))."""
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = values.float().abs().amax(-1, keepdim=True) / largest
     # A row of zeros has the scale zero and stays zero.
     safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (values.float() / safe).round().clamp(-128, 127).to(torch.int8), scale
+    return to_eight_bits(values.float() / safe, dtype), scale
+
+
+def quantize_blocks(
+    values: torch.Tensor, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise (..., K) with a power of two for each block: (fp8 values, codes (..., blocks)).
+
+    A code is the exponent plus 127, as uint8; a block that is not full is filled with zeros.
+    """
+    length = values.shape[-1]
+    blocks = -(-length // size)
+    padded = torch.nn.functional.pad(values.float(), (0, blocks * size - length))
+    grouped = padded.reshape(*padded.shape[:-1], blocks, size)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    # frexp gives [0.5, 1) times 2**e, so floor(log2(v)) is e - 1; an empty block scales by 2**-127.
+    exponent = torch.frexp(largest).exponent - 1 - _EMAX[dtype]
+    exponent = torch.where(largest == 0, torch.full_like(exponent, -127), exponent)
+    exponent = exponent.clamp(-127, 127)
+    quantized = to_eight_bits(torch.ldexp(grouped, -exponent), dtype).flatten(-2)[..., :length]
+    return quantized, (exponent.squeeze(-1) + 127).to(torch.uint8)
 
 
 def npu_dynamic_quant(
@@ -48,15 +80,20 @@ def npu_dynamic_quant(
     """(int8 values, fp32 scales): one scale a token, the last dimension dropped."""
     op = "npu_dynamic_quant"
     unsupported_unless(group_index is None, op, "group_index")
-    validators.npu_dynamic_quant(spec(x), smooth_scales=optional_spec(smooth_scales), **where())
     target = dtype_of(dst_type, torch.int8, op)
-    unsupported_unless(target == torch.int8, op, f"dst_type {target}")
+    unsupported_unless(target in (torch.int8, *_EMAX), op, f"dst_type {target}")
+    validators.npu_dynamic_quant(
+        spec(x),
+        smooth_scales=optional_spec(smooth_scales),
+        dst_type=str(target).removeprefix("torch."),
+        **where(),
+    )
     unsupported_unless(quant_mode == "pertoken", op, f"quant_mode {quant_mode}")
     unsupported_unless(dst_type_max == 0.0, op, f"dst_type_max {dst_type_max}")
     values = host(x, op).float()
     if smooth_scales is not None:
         values = values * host(smooth_scales, op).float()
-    quantized, scale = quantize_rows(values)
+    quantized, scale = quantize_rows(values, target)
     return to_device(quantized, x), to_device(scale.squeeze(-1), x)
 
 
@@ -79,20 +116,8 @@ def npu_dynamic_mx_quant(
     unsupported_unless(scale_alg in (0, None), op, f"scale_alg {scale_alg}")
     unsupported_unless(round_mode == "rint", op, f"round_mode {round_mode}")
     unsupported_unless(dst_type_max == 0.0 and max_low_bound == 0.0, op, "a bound of the dtype")
-    values = host(x, op).float().movedim(axis, -1)
-    length = values.shape[-1]
-    blocks = -(-length // block_size)
-    padded = torch.nn.functional.pad(values, (0, blocks * block_size - length))
-    grouped = padded.reshape(*padded.shape[:-1], blocks, block_size)
-    largest = grouped.abs().amax(-1, keepdim=True)
-    # frexp gives [0.5, 1) times 2**e, so floor(log2(v)) is e - 1; an empty block scales by 2**-127.
-    exponent = torch.frexp(largest).exponent - 1 - _EMAX[target]
-    exponent = torch.where(largest == 0, torch.full_like(exponent, -127), exponent)
-    exponent = exponent.clamp(-127, 127)
-    bound = torch.finfo(target).max
-    scaled = torch.ldexp(grouped, -exponent).clamp(-bound, bound)
-    quantized = scaled.flatten(-2)[..., :length].to(target).movedim(-1, axis)
-    codes = (exponent.squeeze(-1) + 127).to(torch.uint8)
+    values, codes = quantize_blocks(host(x, op).movedim(axis, -1), block_size, target)
+    quantized, blocks = values.movedim(-1, axis), codes.shape[-1]
     codes = torch.nn.functional.pad(codes, (0, blocks % 2))
     codes = codes.reshape(*codes.shape[:-1], -1, 2)
     place_of_axis = axis % x.dim()
@@ -112,22 +137,28 @@ def npu_quant_matmul(
     y_scale: torch.Tensor | None = None,
     **dtypes: int | None,
 ) -> torch.Tensor:
-    """int8 (..., M, K) x (..., K, N), scaled to ``output_dtype`` (int8 where it is None)."""
+    """8-bit (..., M, K) x (..., K, N), scaled to ``output_dtype`` (int8 where it is None)."""
     op = "npu_quant_matmul"
-    named = [name for name, value in dtypes.items() if value is not None]
+    named = [n for n in ("x1_dtype", "x2_dtype") if dtypes.get(n) is not None]
     unsupported_unless(not named, op, f"the arguments {named}")
-    unsupported_unless(not group_sizes and y_scale is None, op, "group_sizes or y_scale")
-    unsupported_unless(x1.dtype == x2.dtype == torch.int8, op, f"{x1.dtype} times {x2.dtype}")
+    unsupported_unless(y_scale is None, op, "y_scale")
+    scale_dtypes = (dtypes.get("scale_dtype"), dtypes.get("pertoken_scale_dtype"))
     validators.npu_quant_matmul(
         spec(x1),
         spec(x2),
         spec(scale),
         pertoken_scale=optional_spec(pertoken_scale),
         bias=optional_spec(bias),
+        group_sizes=tuple(group_sizes or ()),
+        scale_dtypes=scale_dtypes,
         **where(),
     )
+    if scale_dtypes != (None, None):
+        assert pertoken_scale is not None
+        unsupported_unless(bias is None and offset is None, op, "an MX product with bias or offset")
+        return _mx_matmul(op, x1, x2, scale, pertoken_scale, output_dtype)
     target = dtype_of(output_dtype, torch.int8, op)
-    product = int8_matmul(host(x1, op), host(x2, op))
+    product = int8_matmul(host(x1, op), host(x2, op))  # float64 holds fp8 products exactly too
     if bias is not None and bias.dtype == torch.int32:
         product = product + host(bias, op)
     product = product * decode_scale(host(scale, op))
@@ -140,6 +171,21 @@ def npu_quant_matmul(
             product = product + host(offset, op).float()
         product = product.round().clamp(*_BOUNDS[target])
     return to_device(product.to(target), x1)
+
+
+def _mx_matmul(
+    op: str,
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    pertoken_scale: torch.Tensor,
+    output_dtype: Any,
+) -> torch.Tensor:
+    """(M, K) x (K, N) with e8m0 scales (M, K / 64, 2) and (K / 64, N, 2)."""
+    rows = powers_of_two(host(pertoken_scale, op)).flatten(1).repeat_interleave(32, 1)
+    columns = powers_of_two(host(scale, op)).transpose(1, 2).flatten(0, 1).repeat_interleave(32, 0)
+    product = (host(x1, op).double() * rows) @ (host(x2, op).double() * columns)
+    return to_device(product.to(dtype_of(output_dtype, torch.int8, op)), x1)
 
 
 def npu_quantize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from npu_backend.testing.sim.limits import Place
 from npu_backend.testing.sim.spec import TensorSpec
 from npu_backend.testing.sim.validators.base import Check
@@ -96,6 +98,71 @@ def _caches(
         )
 
 
+def _cache_dtypes(
+    check: Check,
+    modes: tuple[int, int, int],
+    kv_cache: TensorSpec,
+    kr_cache: TensorSpec,
+    floats: Sequence[str],
+) -> None:
+    weight, kv, _ = modes
+    eight = {1: ("int8",), 2: ("int8",), 5: ("uint8", "bits8")}.get(weight, ("float8_e4m3fn",))
+    check.dtype(f"kv_cache in modes {modes}", kv_cache, eight if kv else floats)
+    if 0 not in kr_cache.shape:
+        check.dtype(f"kr_cache in modes {modes}", kr_cache, eight if kv == 2 else floats)
+
+
+def _scales(
+    check: Check,
+    mode: int,
+    given: dict[str, TensorSpec | None],
+    sizes: dict[str, tuple[int, int]],
+) -> None:
+    """Check the dequantisation scales: which are given, their shapes and dtypes."""
+    needed = {0: (), 1: ("w_uq_qr",)}.get(mode, tuple(sizes))
+    for short, (channels, k) in sizes.items():
+        name = f"dequant_scale_{short}"
+        scale = given.get(name)
+        if short not in needed:
+            check.that(scale is None, f"{name} is not taken in weight_quant_mode {mode}")
+            continue
+        check.that(scale is not None, f"{name} is needed in weight_quant_mode {mode}")
+        assert scale is not None
+        if mode == 3:
+            check.shape(name, scale, channels, k // 32)
+            check.dtype(name, scale, ("float8_e8m0fnu",))
+            continue
+        check.dtype(name, scale, ("float32",))
+        if short == "x":
+            shapes: tuple[tuple[int, ...], ...] = ((channels,), (channels, 1))
+        else:
+            shapes = ((1, channels),)
+        check.one_of(f"shape of {name}", scale.shape, shapes)
+    if given.get("smooth_scales_cq") is not None:
+        check.that(
+            mode in (1, 2, 4, 5), f"smooth_scales_cq is not taken in weight_quant_mode {mode}"
+        )
+
+
+def _quant_scales(
+    check: Check, mode: int, given: dict[str, TensorSpec | None], kv_lora: int, rope: int
+) -> None:
+    """Check the scales that the caches are quantised with."""
+    wanted: dict[str, dict[int, tuple[int, ...]]] = {
+        "quant_scale_ckv": {1: (1,), 2: (1, kv_lora)},
+        "quant_scale_ckr": {2: (1, rope)},
+    }
+    for name, shapes in wanted.items():
+        scale = given.get(name)
+        if mode not in shapes:
+            check.that(scale is None, f"{name} is not taken in kv_cache_quant_mode {mode}")
+            continue
+        check.that(scale is not None, f"{name} is needed in kv_cache_quant_mode {mode}")
+        assert scale is not None
+        check.shape(name, scale, *shapes[mode])
+        check.dtype(name, scale, ("float32",))
+
+
 def npu_mla_prolog_v3(
     token_x: TensorSpec,
     weight_dq: TensorSpec,
@@ -114,6 +181,9 @@ def npu_mla_prolog_v3(
     weight_quant_mode: int = 0,
     kv_cache_quant_mode: int = 0,
     query_quant_mode: int = 0,
+    ckvkr_repo_mode: int = 0,
+    quant_scale_repo_mode: int = 0,
+    tile_size: int = 128,
     scales: dict[str, TensorSpec | None] | None = None,
     soc: str = "A3",
     cann: str | None = None,
@@ -139,6 +209,9 @@ def npu_mla_prolog_v3(
         weight_quant_mode: 0 to 5.
         kv_cache_quant_mode: 0 to 3.
         query_quant_mode: 0 or 1.
+        ckvkr_repo_mode: 1 where latent and key are packed into kv_cache, else 0.
+        quant_scale_repo_mode: As ``ckvkr_repo_mode``.
+        tile_size: Latents that share a scale in a packed cache.
         scales: The scale arguments by name.
         soc: Chip or family.
         cann: CANN version; the newest known by default.
@@ -172,9 +245,19 @@ def npu_mla_prolog_v3(
     check.dtype("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, floats)
     width = place.value(_V3, "packed_kv_width") if kv_cache_quant_mode == 3 else kv_lora
     _caches(check, cache_mode, kv_cache, kr_cache, width, rope)
-    if kv_cache_quant_mode == 0:
-        check.dtype("kv_cache", kv_cache, floats)
-        check.dtype("kr_cache", kr_cache, floats)
+    _cache_dtypes(check, modes, kv_cache, kr_cache, floats)
+    packed = kv_cache_quant_mode == 3
+    repos = (ckvkr_repo_mode, quant_scale_repo_mode)
+    check.one_of("(ckvkr_repo_mode, quant_scale_repo_mode)", repos, ((1, 1) if packed else (0, 0),))
+    check.that(
+        packed == (0 in kr_cache.shape),
+        "kr_cache must hold no element where it is packed, and must hold the key elsewhere",
+    )
+    if packed:
+        check.one_of(
+            "cache_mode of a packed cache", cache_mode, place.value(_V3, "packed_cache_modes")
+        )
+        check.one_of("tile_size", tile_size, (128,))
     if cache_mode in ("PA_BSND", "PA_NZ"):
         check.that(cache_index is not None, f"cache_index is needed in cache_mode {cache_mode}")
     if cache_index is not None:
@@ -182,11 +265,17 @@ def npu_mla_prolog_v3(
         if cache_mode in ("PA_BSND", "PA_NZ"):
             check.shape("cache_index", cache_index, *leading)
     given = scales or {}
-    needed = {1: ("w_uq_qr",)}.get(weight_quant_mode, ("x", "w_dq", "w_uq_qr", "w_dkv_kr"))
-    for short in needed if weight_quant_mode else ():
-        name = f"dequant_scale_{short}"
-        present = given.get(name) is not None
-        check.that(present, f"{name} is needed in weight_quant_mode {weight_quant_mode}")
+    rows = 1
+    for size in leading:
+        rows *= size
+    sizes = {
+        "x": (rows, token_x.shape[-1]),
+        "w_dq": (q_lora, token_x.shape[-1]),
+        "w_uq_qr": (weight_uq_qr.shape[1], q_lora),
+        "w_dkv_kr": (kv_lora + rope, token_x.shape[-1]),
+    }
+    _scales(check, weight_quant_mode, given, sizes)
+    _quant_scales(check, kv_cache_quant_mode, given, kv_lora, rope)
     check.contiguous(
         token_x=token_x,
         weight_dq=weight_dq,

@@ -15,6 +15,8 @@ __all__ = [
     "npu_quantize",
 ]
 
+E8M0_NUMBER = 293
+"""torch_npu's own number of float8_e8m0fnu."""
 _HALVES = ("float16", "bfloat16")
 _EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
@@ -58,6 +60,7 @@ def npu_dynamic_quant(
     x: TensorSpec,
     *,
     smooth_scales: TensorSpec | None = None,
+    dst_type: str = "int8",
     soc: str = "A3",
     cann: str | None = None,
     line: str | None = None,
@@ -67,7 +70,12 @@ def npu_dynamic_quant(
     Raises:
         OpRejectedError: The op would refuse the call.
     """
-    check = Check("npu_dynamic_quant", Place.of(soc, cann, line))
+    place = Place.of(soc, cann, line)
+    check = Check("npu_dynamic_quant", place)
+    if dst_type != "int8":
+        check.one_of(
+            "chip for an fp8 dst_type", place.family, place.value("npu_quant_matmul", "fp8_soc")
+        )
     check.dtype("x", x, _HALVES)
     check.that(x.rank >= 2, f"x should be at least 2D, but is {x.rank}D")
     if smooth_scales is not None:
@@ -111,21 +119,50 @@ def npu_quant_matmul(
     *,
     pertoken_scale: TensorSpec | None = None,
     bias: TensorSpec | None = None,
+    group_sizes: tuple[int, ...] = (),
+    scale_dtypes: tuple[int | None, int | None] = (None, None),
     soc: str = "A3",
     cann: str | None = None,
     line: str | None = None,
 ) -> None:
-    """Check a call of ``npu_quant_matmul``: x1 (..., M, K) and x2 (..., K, N), both int8.
+    """Check a call of ``npu_quant_matmul``: x1 (..., M, K) and x2 (..., K, N), both 8-bit.
+
+    Args:
+        x1: int8, or e4m3 on chips that have it.
+        x2: Of the same dtype.
+        scale: (1,) or (N,); MX: (K / 64, N, 2), one byte each.
+        pertoken_scale: (M,) float32; MX: (M, K / 64, 2), one byte each.
+        bias: (..., N).
+        group_sizes: MX: (1, 1, 32); else empty.
+        scale_dtypes: torch_npu's numbers of the two scales' dtypes; MX: 293 both.
+        soc: Chip or family.
+        cann: CANN version; the newest known by default.
+        line: TorchNPU line; the one paired with ``cann`` by default.
 
     Raises:
         OpRejectedError: The op would refuse the call.
     """
-    check = Check("npu_quant_matmul", Place.of(soc, cann, line))
+    op = "npu_quant_matmul"
+    place = Place.of(soc, cann, line)
+    check = Check(op, place)
     check.that(x1.rank >= 2 and x2.rank >= 2, "x1 and x2 should be at least 2D")
-    check.dtype("x1", x1, ("int8",))
-    check.dtype("x2", x2, ("int8",))
+    check.dtype("x1", x1, ("int8", "float8_e4m3fn"))
+    check.dtype("x2", x2, (x1.dtype,))
+    if x1.dtype != "int8":
+        check.one_of("chip for fp8 inputs", place.family, place.value(op, "fp8_soc"))
     k, n = x2.shape[-2:]
     check.that(x1.shape[-1] == k, f"the K of x1 and x2 differ: {x1.shape[-1]} and {k}")
+    if scale_dtypes != (None, None):
+        check.that(x1.dtype != "int8", "e8m0 scales go with fp8 inputs")
+        check.one_of("scale dtypes", scale_dtypes, ((E8M0_NUMBER, E8M0_NUMBER),))
+        check.one_of("group_sizes", group_sizes, ((1, 1, 32),))
+        check.multiple("K", k, 64)
+        check.that(pertoken_scale is not None, "an MX product needs a pertoken_scale")
+        check.shape("scale", scale, k // 64, n, 2)
+        assert pertoken_scale is not None
+        check.shape("pertoken_scale", pertoken_scale, x1.shape[-2], k // 64, 2)
+        return
+    check.that(not group_sizes, f"group_sizes {group_sizes} need scales by group")
     check.that(
         scale.shape in ((1,), (n,), (1, n)), f"scale of shape {scale.shape} does not fit N = {n}"
     )
