@@ -163,8 +163,13 @@ def prepare_layer(
     try:
         # Tensors made here are used by any later step, whatever mode the host loads in.
         with torch.inference_mode(False), torch.no_grad():
-            return _prepare(plan, units, weights, cache, others, contiguous)
+            made = _prepare(plan, units, weights, cache, others, contiguous)
+        for unit in units.values():
+            unit.weights.settle()
+        return made
     except BaseException as err:
+        for unit in reversed(list(units.values())):
+            unit.weights.take_back()
         contiguous.undo()
         if isinstance(err, NpuBackendError) or not isinstance(err, Exception):
             raise

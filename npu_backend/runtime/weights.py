@@ -78,6 +78,47 @@ class Weights(_Context):
     not declare it does not see: releases rest on the declarations.
     """
 
+    def __init__(self, tensors: Mapping[str, torch.Tensor], **context: Any) -> None:
+        super().__init__(tensors, **context)
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def relayout(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        """Replace a parameter's memory by the same values in another layout or format, in place.
+
+        For a weight that the device takes only so, and that others may read so too. The parameter
+        keeps its name, shape, dtype, bytes and readers: neither a copy nor a release. Taken back
+        where preparing the layer fails.
+
+        Args:
+            name: The loaded weight.
+            data: Of its shape and dtype.
+
+        Returns:
+            The parameter.
+
+        Raises:
+            ValueError: Another shape or dtype.
+        """
+        weight = self[name]
+        if data.shape != weight.shape or data.dtype != weight.dtype:
+            raise ValueError(
+                f"{name} is {tuple(weight.shape)} {weight.dtype}; it cannot become "
+                f"{tuple(data.shape)} {data.dtype}"
+            )
+        self._before.append((weight, weight.data))
+        weight.data = data
+        return weight
+
+    def take_back(self) -> None:
+        """Undo every :meth:`relayout`, the last one first."""
+        while self._before:
+            weight, data = self._before.pop()
+            weight.data = data
+
+    def settle(self) -> None:
+        """Let go of what :meth:`relayout` replaced."""
+        self._before.clear()
+
     def _missing(self, name: str, have: str) -> str:
         if name in self.layer.weight_names:
             return (

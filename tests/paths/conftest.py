@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import npu_backend
-from npu_backend import Deployment, MlaLayer
+from npu_backend import Deployment, MlaLayer, Phase
 from npu_backend.plan import LayerPlan
 
 BACKEND = npu_backend.load(third_party=False)
@@ -57,3 +57,46 @@ def _plan_layer() -> Callable[..., LayerPlan]:
 @pytest.fixture
 def backend() -> npu_backend.api.Backend:
     return BACKEND
+
+
+@pytest.fixture
+def internal_formats() -> None:
+    """Allow internal formats as hosts do; lines up to 7.3 quietly make ND of NZ otherwise."""
+    import torch
+
+    torch.npu.config.allow_internal_format = True
+
+
+def _prove_path(layer: MlaLayer, path: str, soc: str) -> None:
+    """Prove a path on the simulated NPU, or that the plan refuses it with a reason."""
+    from npu_backend.runtime.prove import prove_layer
+    from npu_backend.testing.sim.settings import installed_line
+
+    versions = BACKEND.catalog.versions
+    line = installed_line()
+    request = f"path={path}{'@nextn' if layer.is_nextn else ''}"
+    given = {"soc": soc, "cann": versions.paired_cann(line), "torch_npu": line}
+    free = plan_layer(layer, **given)
+    refused = [
+        reason.code
+        for d in free.declined
+        if d.strategy == path and d.site is None
+        for reason in d.reasons
+        if reason.code != "policy.duplicate"
+    ]
+    if refused:
+        # Not legal here: what there is to show is that the plan says so, and why.
+        assert path not in [e.strategy for e in free.path]
+        return
+    plan = plan_layer(layer, **given, requests=[request])
+    served = {p for e in plan.path if e.strategy == path for p in e.phases}
+    assert served >= {Phase.DECODE}
+    proof = prove_layer(plan, device="npu:0", rows=(3,))
+    assert proof.passed, [(p.name, p.text) for p in proof.failed]
+    ran = {s.phase for s in proof.steps if s.path == path}
+    assert ran == {p.value for p in served}
+
+
+@pytest.fixture
+def prove_path() -> Callable[..., None]:
+    return _prove_path

@@ -127,6 +127,9 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Return the 8-bit product with its scales multiplied in."""
 
+    def is_nz(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in FRACTAL_NZ; always where there are no formats (CPU)."""
+
     def npu_format_cast(self, input: torch.Tensor, acl_format: int) -> torch.Tensor:
         """Return the tensor in a format; it may be the input itself. Only while preparing."""
 

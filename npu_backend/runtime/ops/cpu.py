@@ -203,6 +203,10 @@ class CpuOps:
         """Write both caches."""
         self._kv_rmsnorm_rope_cache(*args, epsilon, cache_mode)
 
+    def is_nz(self, tensor: torch.Tensor) -> bool:
+        """Return True: a CPU tensor has no format that could be wrong."""
+        return True
+
     def check(self, names: Iterable[str], whom: str) -> None:
         """Check that there is a reference of each op that the catalog knows.
 

@@ -11,6 +11,7 @@ import torch
 from npu_backend.catalog import Catalog
 from npu_backend.deployment import Deployment
 from npu_backend.errors import PrepareError, SchemaMismatchError
+from npu_backend.runtime.ops import FORMAT_NZ
 from npu_backend.runtime.ops.schemas import check_schemas, installed_schemas
 
 __all__ = ["LIBRARY_NAMESPACES", "DeviceOps"]
@@ -114,6 +115,10 @@ class DeviceOps:
                 code="format.nz",
             )
         return cast  # type: ignore[no-any-return]
+
+    def is_nz(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in FRACTAL_NZ."""
+        return int(self._get_format(tensor)) == FORMAT_NZ
 
     def has(self, op: str) -> bool:
         """Whether the catalog knows an op on the installed line."""

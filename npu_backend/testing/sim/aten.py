@@ -239,6 +239,17 @@ def _attention(
     return result
 
 
+def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten._softmax(x if dtype is None else x.to(dtype), dim, False)
+    return result
+
+
+def _log_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    x = x if dtype is None else x.to(dtype)
+    result: torch.Tensor = torch.ops.aten._log_softmax(x, dim, False)
+    return result
+
+
 def register() -> tuple[Any, int]:
     """Register compute for every aten op that a CPU can serve.
 
@@ -261,4 +272,7 @@ def register() -> tuple[Any, int]:
         count += 1
     for key in ("PrivateUse1", "AutogradPrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    # torch_npu puts kernels of its own before these composites, and looks for CANN's there.
+    library.impl("softmax.int", _softmax, "AutogradPrivateUse1")
+    library.impl("log_softmax.int", _log_softmax, "AutogradPrivateUse1")
     return library, count

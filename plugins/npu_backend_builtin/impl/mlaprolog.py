@@ -49,7 +49,8 @@ def _turned(weights: Weights, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _query_up(weights: Weights, mode: int) -> torch.Tensor:
-    """Return weight_uq_qr; in mode 1 it is the parameter itself, seen as ``(in, out)``."""
+    """Return weight_uq_qr; in mode 1 it is the parameter itself, seen as ``(in, out)``, in
+    FRACTAL_NZ as an int8 product takes it too: cast in place where the host has not done so."""
     weight = weights["q_b_proj"]
     if mode != 1:
         return _turned(weights, weight)
@@ -66,6 +67,9 @@ def _query_up(weights: Weights, mode: int) -> torch.Tensor:
             "weight.data = weight.data.t().contiguous().t()",
             code="quant.layout",
         )
+    if not weights.ops.is_nz(seen):
+        cast = weights.ops.npu_format_cast(seen, FORMAT_NZ)
+        seen = weights.relayout("q_b_proj", cast.t()).t()
     return seen
 
 

@@ -57,19 +57,13 @@ class _Outputs:
     query_norm_scale: torch.Tensor | None
 
 
-def _spread(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """Return scales (rows, blocks) as one factor a value, (rows, K), in float64."""
-    factors = powers_of_two(scale) if scale.element_size() == 1 else decode_scale(scale).double()
-    return factors.repeat_interleave(k // factors.shape[1], 1)
-
-
 def _times(
     x: torch.Tensor,
     weight: torch.Tensor,
     x_scale: torch.Tensor | None,
     w_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply (T, K) by (K, N) of any dtype, each value times its own scale; float64.
+    """Multiply (T, K) by (K, N) of any dtype, each value times its own scale; fp32.
 
     Args:
         x: Values.
@@ -77,12 +71,15 @@ def _times(
         x_scale: (T, blocks of K), or None.
         w_scale: (N, blocks of K), or None.
     """
-    left, right = x.double(), weight.double()
-    if x_scale is not None:
-        left = left * _spread(x_scale, x.shape[1])
-    if w_scale is not None:
-        right = right * _spread(w_scale, x.shape[1]).t()
-    return left @ right
+    left, right = x.float(), weight.float()
+    if w_scale is None:
+        return left @ right
+    assert x_scale is not None
+    if w_scale.shape[1] == 1:
+        return (left @ right) * decode_scale(x_scale) * decode_scale(w_scale).reshape(1, -1)
+    size = x.shape[1] // w_scale.shape[1]
+    left = left * powers_of_two(x_scale).float().repeat_interleave(size, 1)
+    return left @ (right * powers_of_two(w_scale).float().t().repeat_interleave(size, 0))
 
 
 def _requantize(mode: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
