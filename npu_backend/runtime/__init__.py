@@ -16,6 +16,12 @@ from npu_backend.runtime.ops import FORMAT_ND, FORMAT_NZ, Ops  # noqa: E402
 from npu_backend.runtime.ranks import FAILED, compare_fingerprints  # noqa: E402
 from npu_backend.runtime.result import PreprocessResult  # noqa: E402
 from npu_backend.runtime.shapes import fixed_shape  # noqa: E402
+from npu_backend.runtime.sharded_mlp import (  # noqa: E402
+    MlpGroups,
+    ShardedMlp,
+    assemble_mlp,
+    shard_mlp,
+)
 from npu_backend.runtime.tombstone import Tombstone, is_tombstone  # noqa: E402
 from npu_backend.runtime.weights import Prepared, Weights  # noqa: E402
 
@@ -28,14 +34,18 @@ __all__ = [
     "LayerCache",
     "Ledger",
     "LedgerRow",
+    "MlpGroups",
     "Ops",
     "Prepared",
     "PreprocessResult",
+    "ShardedMlp",
     "Tombstone",
     "Weights",
+    "assemble_mlp",
     "bind",
     "compare_fingerprints",
     "fixed_shape",
     "is_tombstone",
     "rope_tables",
+    "shard_mlp",
 ]
