@@ -7,6 +7,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from npu_backend.catalog.versions import suggest
+from npu_backend.deployment import tp_sizes
 from npu_backend.mlp.rules import broken
 
 __all__ = ["EP_BACKENDS", "MlpParallel", "parse_parallel"]
@@ -87,16 +88,9 @@ class MlpParallel:
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__
-        tp, attn = self.tp_size, self.attn_tp_size
-        set_(self, "tp_size", tp or attn or 1)
-        set_(self, "attn_tp_size", attn or tp or 1)
-        if self.tp_size % self.attn_tp_size:
-            raise broken(
-                "attn_tp.divides_tp",
-                f"attention TP {self.attn_tp_size} does not divide TP {self.tp_size}",
-                whom=_WHOM,
-                remedy="give an attention-TP size that divides the TP size",
-            )
+        tp, attn = tp_sizes(self.tp_size, self.attn_tp_size)
+        set_(self, "tp_size", tp)
+        set_(self, "attn_tp_size", attn)
         rank = self.rank
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.tp_size:
             raise broken(

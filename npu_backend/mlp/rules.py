@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from npu_backend.deployment import EQUAL_PARTS
 from npu_backend.errors import DeploymentError
 
 __all__ = ["RULES", "broken"]
@@ -18,7 +19,7 @@ RULES = {
     "parallel.ep_backend": "EP all-to-all is off, or one of the known backends",
     "parallel.text": "a parallel layout is written KEY=VALUE, comma separated, each key once",
     "parallel.agrees": "one number says each size",
-    "attn_tp.divides_tp": "attention-TP groups are equal parts of the TP group",
+    "attn_tp.divides_tp": EQUAL_PARTS,
     "size.needs_ep": "shared_experts_tp_size needs an EP all-to-all backend",
     "size.divides_attn_tp": "groups of shared experts are equal parts of an attention-TP group",
     "intermediate.divides": "each rank of a group holds an equal part of the intermediate size",

@@ -255,7 +255,7 @@ class _Reader:
                 continue
             return prefix, [self._check(prefix, n, m, expected[n]) for n, m in modules.items()]
         kind = "shared experts" if site.kind == "shared_experts" else "a dense MLP"
-        note = f"the checkpoint has no {kind} of a known name in some layer"
+        note = f"some layer of the checkpoint has {kind} under no known name"
         self.assumed[f"{note}: bytes follow from the sizes"] = None
         return "", []
 

@@ -7,6 +7,7 @@ Runs wherever ``torch.distributed`` does; the layout itself is decided without t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,13 @@ Weights = Mapping[str, torch.Tensor]
 _FUSED = "gate_up_proj"
 _BROKEN = -1
 
-# torch 2.13 renamed both and warns of the old names; older lines have only those.
-_all_gather: Callable[..., object] = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed both and warns of the old names; older lines have only those, and a torch built
+# without distributed has neither.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor", None
 )
-_reduce_scatter: Callable[..., object] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor", None
 )
 
 
