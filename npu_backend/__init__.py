@@ -28,7 +28,13 @@ if TYPE_CHECKING:
         WeightReleasedError,
     )
     from npu_backend.hookspecs import hookimpl
+    from npu_backend.mlp.layout import MlpCommunication, MlpShardLayout, mlp_shard_layout
+    from npu_backend.mlp.options import AttnTpOptions
+    from npu_backend.mlp.parallel import MlpParallel
+    from npu_backend.mlp.plan import MlpPlan, plan_mlp
+    from npu_backend.model.mlp import MlpLayer
     from npu_backend.model.read import read_model
+    from npu_backend.model.read_mlp import read_mlp_layers
     from npu_backend.model.records import Indexer, KvLayout, MlaLayer
     from npu_backend.offers import (
         Answer,
@@ -61,7 +67,13 @@ _HOME = {
         "WeightReleasedError",
     ),
     "npu_backend.hookspecs": ("hookimpl",),
+    "npu_backend.mlp.layout": ("MlpCommunication", "MlpShardLayout", "mlp_shard_layout"),
+    "npu_backend.mlp.options": ("AttnTpOptions",),
+    "npu_backend.mlp.parallel": ("MlpParallel",),
+    "npu_backend.mlp.plan": ("MlpPlan", "plan_mlp"),
+    "npu_backend.model.mlp": ("MlpLayer",),
     "npu_backend.model.read": ("read_model",),
+    "npu_backend.model.read_mlp": ("read_mlp_layers",),
     "npu_backend.model.records": ("Indexer", "KvLayout", "MlaLayer"),
     "npu_backend.offers": (
         "Answer",
@@ -80,6 +92,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Answer",
+    "AttnTpOptions",
     "Backend",
     "BmmSpec",
     "BoundExceededError",
@@ -95,6 +108,11 @@ __all__ = [
     "KvLayout",
     "LayerPlan",
     "MlaLayer",
+    "MlpCommunication",
+    "MlpLayer",
+    "MlpParallel",
+    "MlpPlan",
+    "MlpShardLayout",
     "ModelError",
     "ModelPlan",
     "NpuBackendError",
@@ -114,6 +132,9 @@ __all__ = [
     "WeightReleasedError",
     "hookimpl",
     "load",
+    "mlp_shard_layout",
+    "plan_mlp",
+    "read_mlp_layers",
     "read_model",
 ]
 

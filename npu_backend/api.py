@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,10 @@ from attrs import evolve, frozen
 
 from npu_backend.catalog import Catalog, load_catalog
 from npu_backend.deployment import Deployment
+from npu_backend.mlp.environment import warn_of_old_variables
+from npu_backend.mlp.options import AttnTpOptions
+from npu_backend.mlp.plan import MlpPlan
+from npu_backend.mlp.rules import broken
 from npu_backend.model.records import MlaLayer, ModelInfo
 from npu_backend.plan import ModelPlan
 from npu_backend.planner import plan_model
@@ -70,6 +75,7 @@ class Backend:
         deployment: Deployment,
         *,
         model: ModelInfo | None = None,
+        mlp: MlpPlan | None = None,
     ) -> ModelPlan:
         """Decide everything for the given layers.
 
@@ -77,13 +83,37 @@ class Backend:
             layers: What :func:`npu_backend.read_model` returned, or records a host built.
             deployment: What is planned for.
             model: What is known of the model; default: what ``layers`` carries.
+            mlp: Layouts of the model's MLPs (:func:`npu_backend.plan_mlp`), to stand in the plan;
+                of the same TP sizes as the deployment.
 
         Raises:
             NpuBackendError: There is no legal plan; see :func:`npu_backend.planner.plan_model`.
+            DeploymentError: The sizes of ``mlp`` are others, or a variable of old contradicts its
+                options.
         """
+        options = AttnTpOptions() if mlp is None else mlp.options
+        warn_of_old_variables(options, os.environ)
+        if mlp is not None:
+            _check_sizes(mlp, deployment)
         info = model or getattr(layers, "info", None)
-        return plan_model(
+        plan = plan_model(
             layers, self.complete(deployment), self.registry, model=info, plugins=self.plugins
+        )
+        if mlp is None:
+            return plan
+        return evolve(plan, mlp=mlp, warnings=(*plan.warnings, *mlp.warnings))
+
+
+def _check_sizes(mlp: MlpPlan, deployment: Deployment) -> None:
+    mine = (mlp.parallel.tp_size, mlp.parallel.attn_tp_size)
+    other = (deployment.tp_size, deployment.attn_tp_size)
+    if mine != other:
+        raise broken(
+            "parallel.agrees",
+            "the MLPs and the attention are planned for different sizes",
+            whom="the plan",
+            why=(f"MLPs: {mlp.parallel}", f"deployment: TP {other[0]}, attention TP {other[1]}"),
+            remedy="give both the same TP and attention-TP sizes",
         )
 
 

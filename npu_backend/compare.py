@@ -183,6 +183,10 @@ def _compare(plan_a: Mapping[str, Any], plan_b: Mapping[str, Any]) -> Comparison
     ]
     if plugins[0] != plugins[1]:
         found.append(Difference(None, "plugins", plugins[0], plugins[1]))
+    for key in ("options", "parallel", "layouts"):
+        left, right = ((plan.get("mlp") or {}).get(key) for plan in (plan_a, plan_b))
+        if left != right:
+            found.append(Difference(None, f"mlp.{key}", left, right))
     layers_a = {row["layer_id"]: row for row in plan_a["layers"]}
     layers_b = {row["layer_id"]: row for row in plan_b["layers"]}
     conflicts = []

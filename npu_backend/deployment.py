@@ -287,6 +287,26 @@ def _host(value: str | None) -> str | None:
     return value
 
 
+EQUAL_PARTS = "attention-TP groups are equal parts of the TP group"
+
+
+def tp_sizes(tp_size: int, attn_tp_size: int) -> tuple[int, int]:
+    """Return TP and attention-TP size; one that is 0 is the other's, both 0 are 1.
+
+    Raises:
+        DeploymentError: Attention TP does not divide TP.
+    """
+    tp, attn = tp_size or attn_tp_size or 1, attn_tp_size or tp_size or 1
+    if tp % attn:
+        raise DeploymentError(
+            f"attention TP {attn} does not divide TP {tp}",
+            whom="the sizes of the deployment",
+            why=f"rule attn_tp.divides_tp: {EQUAL_PARTS}",
+            remedy="give an attention-TP size that divides the TP size",
+        )
+    return tp, attn
+
+
 @frozen(kw_only=True, cache_hash=True)
 class Deployment:
     """Everything a decision may depend on beside the layer itself.
@@ -336,16 +356,9 @@ class Deployment:
         set_ = object.__setattr__
         if not self.soc.family:
             set_(self, "soc", Soc.parse(self.soc.name or "", self.catalog))
-        tp, attn = self.tp_size, self.attn_tp_size
-        set_(self, "tp_size", tp or attn or 1)
-        set_(self, "attn_tp_size", attn or tp or 1)
-        if self.tp_size % self.attn_tp_size:
-            raise DeploymentError(
-                f"attention TP {self.attn_tp_size} does not divide TP {self.tp_size}",
-                whom="the sizes of the deployment",
-                why="attention-TP groups are equal parts of the TP group",
-                remedy="give an attention-TP size that divides the TP size",
-            )
+        tp, attn = tp_sizes(self.tp_size, self.attn_tp_size)
+        set_(self, "tp_size", tp)
+        set_(self, "attn_tp_size", attn)
         # Versions are looked up now, so that a wrong one fails here and not in some hook.
         _ = (self.line, self.limits_cann)
 

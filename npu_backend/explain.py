@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from attrs import frozen
 
 from npu_backend.deployment import Deployment, Phase
+from npu_backend.mlp.plan import MlpGroup, MlpPlan
 from npu_backend.model.records import MlaLayer
 from npu_backend.plan import LayerPlan, ModelPlan, Table, TableEntry, Totals, WeightPlan
 
@@ -17,6 +18,7 @@ __all__ = [
     "format_bytes",
     "format_rows",
     "group_layers",
+    "mlp_lines",
     "name_layers",
 ]
 
@@ -41,7 +43,12 @@ class LayerGroup:
 
 def name_layers(layers: Iterable[MlaLayer]) -> str:
     """Return ``layer 3``, or ``layers 0-2, 78``."""
-    ids = sorted(layer.layer_id for layer in layers)
+    return name_ids(layer.layer_id for layer in layers)
+
+
+def name_ids(layer_ids: Iterable[int]) -> str:
+    """Return ``layer 3``, or ``layers 0-2, 78``."""
+    ids = sorted(layer_ids)
     runs: list[list[int]] = []
     for each in ids:
         if runs and each == runs[-1][1] + 1:
@@ -170,6 +177,46 @@ def totals_lines(totals: Totals) -> list[str]:
     ]
 
 
+def _saved(saved: int | None) -> str:
+    if saved is None:
+        return "-"
+    return f"{'-' if saved < 0 else ''}{format_bytes(abs(saved))}"
+
+
+def _mlp_row(group: MlpGroup) -> tuple[str, ...]:
+    layout, count = group.layout, len(group.layer_ids)
+    one, saved = layout.bytes_per_rank, group.bytes_saved
+    times = f" x {count}" if count > 1 else ""
+    return (
+        name_ids(group.layer_ids) + (" (MTP)" if layout.layer.is_nextn else ""),
+        layout.layer.kind,
+        f"{layout.group} ({layout.size})",
+        f"{layout.local_intermediate_size} of {layout.layer.intermediate_size}",
+        str(layout.communication),
+        f"{one} B{times}",
+        _saved(saved) if saved is None else f"{saved} B",
+    )
+
+
+def mlp_lines(mlp: MlpPlan) -> list[str]:
+    """Return the lines that tell the layouts of a model's MLPs."""
+    chosen = [f"{k}={v}" for k, v in mlp.options.to_dict().items() if v not in (None, False)]
+    lines = [f"MLP layouts: {mlp.parallel}", f"options: {', '.join(chosen) or 'none'}"]
+    lines += [f"assumed: {text}" for text in mlp.assumed]
+    head = ("", "kind", "group (ranks)", "intermediate", "communication", "bytes per rank", "saved")
+    rows = [head, *(_mlp_row(group) for group in mlp.groups)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    total = f"all MLPs: {format_bytes(mlp.bytes_per_rank)} per rank ({mlp.bytes_per_rank} B)"
+    if mlp.bytes_saved is None:
+        total += "; full TP is impossible for some, so there is nothing to compare with"
+    else:
+        total += f"; saved {_saved(mlp.bytes_saved)} ({mlp.bytes_saved} B) against no option"
+    return [*lines, total]
+
+
 def explain_model(plan: ModelPlan) -> str:
     """Return a model's plan as text."""
     lines = [f"{plan.model.name}: {headline(plan.deployment)}", f"fingerprint {plan.fingerprint}"]
@@ -181,4 +228,6 @@ def explain_model(plan: ModelPlan) -> str:
     for group in groups:
         lines += ["", group.title, *layer_lines(group.first, len(group.plans))]
     lines += ["", "bytes per rank, all planned layers", *totals_lines(plan.totals)]
+    if plan.mlp is not None:
+        lines += ["", *mlp_lines(plan.mlp)]
     return "\n".join(lines)

@@ -10,13 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
 from npu_backend.deployment import Deployment, Phase, Reach
 from npu_backend.model.records import KvLayout, MlaLayer, ModelInfo
 from npu_backend.offers import Offer, PluginInfo, Reason
+
+if TYPE_CHECKING:
+    from npu_backend.mlp.plan import MlpPlan
 
 __all__ = [
     "ACTIONS",
@@ -319,6 +322,7 @@ class ModelPlan:
         layers: One plan a layer, in layer order.
         plugins: Every plugin with its status, in registration order.
         warnings: What a reader must know, such as a CANN newer than the catalog.
+        mlp: Layouts of the MLPs, where they were asked for.
     """
 
     model: ModelInfo
@@ -326,6 +330,7 @@ class ModelPlan:
     layers: tuple[LayerPlan, ...]
     plugins: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
+    mlp: MlpPlan | None = None
 
     def __iter__(self) -> Iterator[LayerPlan]:
         return iter(self.layers)
@@ -358,13 +363,14 @@ class ModelPlan:
             if key not in told:
                 told[key] = _digest(plan.decisions(with_id=False))
             digests.append([plan.layer_id, told[key]])
-        return _digest(
-            {
-                "catalog": self.deployment.catalog.version,
-                "soc": self.deployment.soc.family,
-                "layers": digests,
-            }
-        )
+        covered: dict[str, Any] = {
+            "catalog": self.deployment.catalog.version,
+            "soc": self.deployment.soc.family,
+            "layers": digests,
+        }
+        if self.mlp is not None:
+            covered["mlp"] = self.mlp.decisions()
+        return _digest(covered)
 
     def explain(self) -> str:
         """Return the plan as text for people: layers that agree are told once."""
@@ -382,6 +388,8 @@ class ModelPlan:
             "plugins": [dict(p) for p in self.plugins],
             "layers": [plan.to_dict() for plan in self.layers],
             "totals": {"bytes": self.totals.to_dict()},
+            # Only where it was asked for: other plans keep their bytes.
+            **({} if self.mlp is None else {"mlp": self.mlp.to_dict()}),
         }
 
     def to_json(self) -> str:

@@ -109,6 +109,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _usage_error(what: str, err: click.ClickException | None = None) -> NpuBackendError:
+    if isinstance(err, click.NoSuchOption):
+        from npu_backend.mlp.options import refuse_k3_name
+
+        refused = refuse_k3_name(err.option_name)
+        if refused is not None:
+            return refused
     context = err.ctx if isinstance(err, click.UsageError) else None
     command = context.command_path if context else "npu-backend"
     return NpuBackendError(

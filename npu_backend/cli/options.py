@@ -13,10 +13,14 @@ from npu_backend.api import Backend, load
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import HOSTS, PROMISES, Deployment, Phase, Role
 from npu_backend.errors import DeploymentError
+from npu_backend.mlp.options import OPTION_NAMES, AttnTpOptions, flag_of
+from npu_backend.mlp.parallel import MlpParallel, parse_parallel
+from npu_backend.mlp.plan import MlpPlan, plan_mlp
+from npu_backend.mlp.rules import broken
 from npu_backend.model.records import KV_DTYPES
 from npu_backend.plan import ModelPlan
 
-__all__ = ["Planned", "model_and_deployment_options", "plan_from", "plugin_options"]
+__all__ = ["Planned", "mlp_options", "model_and_deployment_options", "plan_from", "plugin_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -183,6 +187,64 @@ def model_and_deployment_options(function: F) -> F:
     )
 
 
+def mlp_options(function: F) -> F:
+    """Add the options that ask for the layouts of MLPs."""
+    texts = {
+        OPTION_NAMES[0]: "Split shared experts over attention TP, with an EP all-to-all.",
+        OPTION_NAMES[1]: "Keep dense MLPs inside the attention-TP replica, with DP attention.",
+    }
+    return _apply(
+        [
+            click.option(
+                "--parallel",
+                metavar="KEY=VALUE[,...]",
+                help="tp=N,attn_tp=N,dp_attention=on|off,ep=BACKEND: also plan the MLPs' layouts.",
+            ),
+            *(
+                click.option(
+                    f"{flag_of(name)}/--no-{flag_of(name)[2:]}", name, default=None, help=text
+                )
+                for name, text in texts.items()
+            ),
+            click.option(
+                flag_of(OPTION_NAMES[2]),
+                type=click.IntRange(1),
+                metavar="N",
+                help="Ranks that share the shared experts; overrides the flag.",
+            ),
+        ],
+        function,
+    )
+
+
+def _sizes(options: dict[str, Any], said: dict[str, Any]) -> dict[str, int]:
+    """Return TP and attention-TP size, which both --parallel and two options can say."""
+    for name in ("tp_size", "attn_tp_size"):
+        one, other = options[name], said.get(name)
+        if one is not None and other is not None and one != other:
+            flag = flag_of(name)
+            raise broken(
+                "parallel.agrees",
+                f"{flag} is {one} and --parallel says {other}",
+                whom="--parallel",
+                remedy=f"give {flag} or its part of --parallel, not both",
+            )
+    return {n: options[n] or said.get(n) or 0 for n in ("tp_size", "attn_tp_size")}
+
+
+def _mlp(options: dict[str, Any], said: dict[str, Any], deployment: Deployment) -> MlpPlan | None:
+    """Return the layouts of the MLPs where any option asks for them."""
+    given: dict[str, Any] = {name: options.get(name) for name in OPTION_NAMES}
+    if not said and all(value is None for value in given.values()):
+        return None
+    from npu_backend.model.read_mlp import read_mlp_layers
+
+    sizes = {"tp_size": deployment.tp_size, "attn_tp_size": deployment.attn_tp_size}
+    parallel = MlpParallel(**{**said, **sizes})
+    layers = read_mlp_layers(options["model"], dtype=options["dtype"], catalog=deployment.catalog)
+    return plan_mlp(layers, AttnTpOptions(**given), parallel)
+
+
 def _max_tokens(values: tuple[str, ...]) -> dict[Phase, int]:
     bounds: dict[Phase, int] = {}
     for value in values:
@@ -233,6 +295,8 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
             why="the hosts are " + ", ".join(HOSTS),
             remedy="name one of them, or leave --host out",
         )
+    parallel = options.get("parallel")
+    said = {} if parallel is None else parse_parallel(parallel)
     deployment = Deployment(
         role=options["role"],
         catalog=backend.catalog,
@@ -240,8 +304,7 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         cann=_given(options["cann"], installed.get("cann")),
         torch_npu=_given(options["torch_npu"], installed.get("torch_npu")),
         kernels=options["kernels"],
-        tp_size=options["tp_size"] or 0,
-        attn_tp_size=options["attn_tp_size"] or 0,
+        **_sizes(options, said),
         context_parallel_size=options["context_parallel_size"],
         host=host,
         phases=",".join(options["phases"]) if options["phases"] else None,
@@ -263,4 +326,5 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         layers=options["layers"],
         catalog=backend.catalog,
     )
-    return Planned(backend, backend.plan(model, deployment))
+    mlp = _mlp(options, said, deployment)
+    return Planned(backend, backend.plan(model, deployment, mlp=mlp))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from npu_backend.cli.options import model_and_deployment_options, plan_from
+from npu_backend.cli.options import mlp_options, model_and_deployment_options, plan_from
 from npu_backend.cli.output import print_warning
 
 __all__ = ["command"]
@@ -14,6 +14,7 @@ __all__ = ["command"]
 
 @click.command(name="plan")
 @model_and_deployment_options
+@mlp_options
 def command(**options: Any) -> int:
     """Decide for MODEL which path runs, which weights may go, and which kernel multiplies.
 

@@ -18,6 +18,7 @@ from npu_backend.explain import (
     format_rows,
     group_layers,
     headline,
+    mlp_lines,
 )
 from npu_backend.plan import ModelPlan
 
@@ -102,6 +103,10 @@ def render_plan(plan: ModelPlan) -> None:
         totals.add_row(name, format_bytes(value), str(value))
     out.print("")
     out.print(totals)
+    if plan.mlp is not None:
+        out.print("")
+        for line in mlp_lines(plan.mlp):
+            out.print(escape(line))
 
 
 def render_head(out: Console, plan: ModelPlan) -> None:

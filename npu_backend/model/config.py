@@ -16,7 +16,7 @@ from npu_backend.model.fields import MAX_LAYERS, Fields
 from npu_backend.model.hybrid import mla_ids
 from npu_backend.model.indexers import read_indexers
 
-__all__ = ["AttentionSite", "ModelConfig", "parse_config"]
+__all__ = ["AttentionSite", "ModelConfig", "layer_count", "nextn_count", "parse_config"]
 
 NESTED = ("text_config", "language_config", "llm_config")
 """Where multimodal configs keep the language model's fields."""
@@ -126,7 +126,7 @@ def _language_model(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     )
 
 
-def _layer_count(fields: Fields, types: frozenset[str]) -> int:
+def layer_count(fields: Fields, types: frozenset[str]) -> int:
     """Return the number of decoder layers.
 
     LongCat's configs call it num_layers, and some writers add num_hidden_layers for the number of
@@ -141,7 +141,8 @@ def _layer_count(fields: Fields, types: frozenset[str]) -> int:
     return layers
 
 
-def _nextn_count(fields: Fields, types: frozenset[str], assumed: list[str]) -> int:
+def nextn_count(fields: Fields, types: frozenset[str], assumed: list[str]) -> int:
+    """Return the number of MTP layers."""
     said = {key: fields.optional(key, 0, MAX_LAYERS) for key in NEXTN_KEYS}
     given = {key: count for key, count in said.items() if count is not None}
     if len(set(given.values())) > 1:
@@ -160,7 +161,7 @@ def _sites(
     fields: Fields, types: frozenset[str], layers: int, assumed: list[str]
 ) -> list[AttentionSite]:
     per = fields.optional("mla_per_layer", 1, 2) or (2 if types & TWO_ATTENTIONS else 1)
-    nextn = _nextn_count(fields, types, assumed)
+    nextn = nextn_count(fields, types, assumed)
     indexers = read_indexers(fields, types, layers, per, nextn, assumed)
     sites: list[AttentionSite] = []
     for layer in mla_ids(fields.raw, layers, fields.problems):
@@ -228,7 +229,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         dims["rms_norm_eps"] = eps
     if "q_lora_rank" not in text:
         assumed.append("q_lora_rank is not given: the layers have q_proj, as hosts take it")
-    layers = _layer_count(fields, types)
+    layers = layer_count(fields, types)
     quantization = _quantization(raw, text, fields.problems)
     sites = [] if fields.problems else _sites(fields, types, layers, assumed)
     if fields.problems:

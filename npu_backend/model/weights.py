@@ -10,7 +10,7 @@ from attrs import frozen
 from npu_backend.catalog import Catalog
 from npu_backend.model.records import MlaLayer
 
-__all__ = ["DTYPE_BYTES", "WeightSpec", "loaded_weights", "nz_castable"]
+__all__ = ["DTYPE_BYTES", "WeightSpec", "loaded_weights", "nz_castable", "stored"]
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -77,14 +77,24 @@ def _scale_bytes(kind: str, rows: int, columns: int) -> tuple[str, int]:
     return "float32", rows * 4
 
 
+def stored(kind: str, dtype: str, elements: int) -> tuple[str, int]:
+    """Return dtype and bytes of a weight of that quantization, without its scales.
+
+    Args:
+        kind: One of :data:`~npu_backend.model.records.QUANT_KINDS`.
+        dtype: Dtype of unquantized weights.
+        elements: Elements of the weight.
+    """
+    held = _WEIGHT_DTYPES.get(kind, dtype)
+    return held, elements * DTYPE_BYTES[held] // (2 if kind.startswith("w4") else 1)
+
+
 def _projection(
     layer: MlaLayer, name: str, rows: int, columns: int, shards: int
 ) -> list[WeightSpec]:
     kind = layer.quant_of(name)
     rows_here = rows // shards
-    dtype = _WEIGHT_DTYPES.get(kind, layer.dtype)
-    per_byte = 2 if kind.startswith("w4") else 1
-    size = rows_here * columns * DTYPE_BYTES[dtype] // per_byte
+    dtype, size = stored(kind, layer.dtype, rows_here * columns)
     measured = dict(layer.measured)
     if name in measured:
         dtype, size = measured[name].dtype, measured[name].bytes // shards

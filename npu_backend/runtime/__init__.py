@@ -27,6 +27,12 @@ from npu_backend.runtime.projections import (  # noqa: E402
 from npu_backend.runtime.ranks import FAILED, compare_fingerprints  # noqa: E402
 from npu_backend.runtime.result import PreprocessResult  # noqa: E402
 from npu_backend.runtime.shapes import fixed_shape  # noqa: E402
+from npu_backend.runtime.sharded_mlp import (  # noqa: E402
+    MlpGroups,
+    ShardedMlp,
+    assemble_mlp,
+    shard_mlp,
+)
 from npu_backend.runtime.tombstone import Tombstone, is_tombstone  # noqa: E402
 from npu_backend.runtime.weights import Prepared, Weights  # noqa: E402
 
@@ -41,12 +47,15 @@ __all__ = [
     "LayerCache",
     "Ledger",
     "LedgerRow",
+    "MlpGroups",
     "Ops",
     "Prepared",
     "PreprocessResult",
+    "ShardedMlp",
     "StaticScales",
     "Tombstone",
     "Weights",
+    "assemble_mlp",
     "bind",
     "compare_fingerprints",
     "fixed_shape",
@@ -57,5 +66,6 @@ __all__ = [
     "one_forward",
     "quantize_input",
     "rope_tables",
+    "shard_mlp",
     "static_scales",
 ]
