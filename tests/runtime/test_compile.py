@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from npu_backend import BoundExceededError, Phase
+from npu_backend import BoundExceededError, KvLayout, Phase
+from npu_backend.runtime.prove.seeded import seeded_weights
 from npu_backend_builtin import transpose_bmm
 
 BACKENDS = ["eager", "aot_eager"]
@@ -17,7 +18,7 @@ def _compiled(h, bound, backend):
 
     def step(hidden, positions, slots):
         result = bound.preprocess(hidden, positions, slots, phase=Phase.DECODE)
-        return result, bound.v_up(result.q_nope)
+        return result, bound.v_up(result.q_nope.to(hidden.dtype))
 
     counter = CompileCounterWithBackend(backend)
     return torch.compile(step, backend=counter, fullgraph=True, dynamic=True), counter, step
@@ -50,18 +51,37 @@ LAYERS = {
         ),
         {"requests": "path=mlapo"},
     ),
+    "mlaprolog, MXFP8 and fp8 cache": lambda h: (
+        h.fused_layer(quant=_both("mxfp8"), kv_layout=KvLayout(dtype="fp8")),
+        {"requests": "path=mlaprolog", "soc": "A5"},
+    ),
+    "mlaprolog, int8 and packed cache": lambda h: (
+        h.fused_layer(quant=_both("w8a8-dynamic"), kv_layout=KvLayout(dtype="int8_packed")),
+        {"requests": "path=mlaprolog"},
+    ),
+    "absorb, fp8 and packed cache": lambda h: (
+        h.fused_layer(quant=_both("fp8"), kv_layout=KvLayout(dtype="fp8_packed")),
+        {"requests": "path=absorb", "soc": "A5"},
+    ),
 }
+
+
+def _both(kind):
+    return dict.fromkeys(("fused_qkv_a_proj", "q_b_proj"), kind)
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "eager") for name in LAYERS]
     # Functionalization is what aot_eager adds: a layer for each way of writing a cache.
-    + [(name, "aot_eager") for name in ("absorb, fp32", "absorb, fused ops", "mlaprolog", "mlapo")],
+    + [(name, "aot_eager") for name in ("absorb, fp32", "absorb, fused ops", "mlaprolog", "mlapo")]
+    + [(name, "aot_eager") for name in LAYERS if "cache" in name],
 )
 def test_one_full_graph_serves_every_row_count_of_an_entry(h, name, backend):
     layer, deployment = LAYERS[name](h)
-    bound = h.bind(h.plan(layer, **deployment))
+    plan = h.plan(layer, **deployment)
+    weights = seeded_weights(layer, 1).to(torch.device("cpu")) if "cache" in name else None
+    bound = h.bind(plan, weights)
     bound.prepare()
     compiled, counter, step = _compiled(h, bound, backend)
     frames = None
@@ -70,7 +90,9 @@ def test_one_full_graph_serves_every_row_count_of_an_entry(h, name, backend):
         inputs = _inputs(layer, rows if rows < 50 or layer.hidden_size == 64 else 33)
         expected = _run(bound, step, inputs)
         found = _run(bound, compiled, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        # Bytes: not every 8-bit dtype can be compared.
+        pairs = zip(expected, found, strict=True)
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
         frames = frames or counter.frame_count
         assert counter.frame_count == frames
 
