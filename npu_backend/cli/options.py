@@ -20,7 +20,15 @@ from npu_backend.mlp.rules import broken
 from npu_backend.model.records import KV_DTYPES
 from npu_backend.plan import ModelPlan
 
-__all__ = ["Planned", "mlp_options", "model_and_deployment_options", "plan_from", "plugin_options"]
+__all__ = [
+    "F",
+    "Planned",
+    "apply_options",
+    "mlp_options",
+    "model_and_deployment_options",
+    "plan_from",
+    "plugin_options",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,7 +43,7 @@ class Planned:
     plan: ModelPlan
 
 
-def _apply(decorators: list[Callable[[F], F]], function: F) -> F:
+def apply_options(decorators: list[Callable[[F], F]], function: F) -> F:
     for decorator in reversed(decorators):
         function = decorator(function)
     return function
@@ -43,7 +51,7 @@ def _apply(decorators: list[Callable[[F], F]], function: F) -> F:
 
 def plugin_options(function: F) -> F:
     """Add the options that choose plugins and figures."""
-    return _apply(
+    return apply_options(
         [
             click.option("--no-third-party", is_flag=True, help="Only npu-backend's own plugins."),
             click.option(
@@ -70,7 +78,7 @@ def plugin_options(function: F) -> F:
 
 def model_and_deployment_options(function: F) -> F:
     """Add MODEL and every option of a deployment."""
-    return _apply(
+    return apply_options(
         [
             click.argument("model"),
             click.option(
@@ -193,7 +201,7 @@ def mlp_options(function: F) -> F:
         OPTION_NAMES[0]: "Split shared experts over attention TP, with an EP all-to-all.",
         OPTION_NAMES[1]: "Keep dense MLPs inside the attention-TP replica, with DP attention.",
     }
-    return _apply(
+    return apply_options(
         [
             click.option(
                 "--parallel",
