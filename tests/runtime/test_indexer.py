@@ -21,6 +21,8 @@ def _bound(h, layer, **deployment):
     ("quant", "tolerance"), [("none", 5e-3), ("w8a8-dynamic", 2e-2), ("mxfp8", 5e-2)]
 )
 def test_it_is_the_normed_first_projection(h, quant, tolerance):
+    if quant == "mxfp8" and not hasattr(torch, "float8_e8m0fnu"):
+        pytest.skip("torch has the dtype of MX scales since 2.7")
     layer = h.fused_layer(quant=dict.fromkeys(BOTH, quant), indexer=Indexer("own"))
     bound, made = _bound(h, layer, soc="A5", requests=["path=absorb"])
     bound.prepare()

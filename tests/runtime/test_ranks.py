@@ -69,7 +69,7 @@ def _run(case, tmp_path):
     ]
     found = []
     for process in ranks:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     return found

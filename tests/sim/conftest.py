@@ -45,23 +45,6 @@ def npu_device(npu_device):
     return npu_device
 
 
-@pytest.fixture(autouse=True)
-def _needed_line(request: pytest.FixtureRequest) -> None:
-    """Skip a test marked ``needs_line("26.0")`` where the installed torch-npu is older."""
-    marker = request.node.get_closest_marker("needs_line")
-    if marker is not None and find_spec("torch_npu") is not None:
-        from npu_backend.catalog import load_catalog
-        from npu_backend.testing.sim.settings import installed_line
-
-        order, line = load_catalog().versions.line_order, installed_line()
-        if order(line) < order(marker.args[0]):
-            pytest.skip(f"torch-npu of line {line} is older than line {marker.args[0]}")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs_line(line): skip on older TorchNPU lines")
-
-
 @pytest.fixture
 def torch_npu_installed() -> None:
     if find_spec("torch_npu") is None:
