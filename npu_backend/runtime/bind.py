@@ -57,11 +57,14 @@ def _weight_problems(plan: LayerPlan, weights: Mapping[str, torch.Tensor]) -> li
     return found
 
 
-def _check(plan: LayerPlan, weights: Mapping[str, torch.Tensor], cache: LayerCache) -> torch.device:
+def _check(
+    plan: LayerPlan, weights: Mapping[str, torch.Tensor], cache: LayerCache | None
+) -> torch.device:
     problems = _weight_problems(plan, weights)
-    problems += cache.problems(plan.layer)
     devices = {str(t.device) for t in weights.values() if isinstance(t, torch.Tensor)}
-    devices |= {str(t.device) for t in cache.tensors().values()}
+    if cache is not None:
+        problems += cache.problems(plan.layer)
+        devices |= {str(t.device) for t in cache.tensors().values()}
     if len(devices) > 1:
         problems.append(f"weights and cache are on {', '.join(sorted(devices))}")
     if problems:
@@ -125,7 +128,7 @@ def _check_reach(plan: LayerPlan) -> None:
 def bind(
     plan: LayerPlan,
     weights: Mapping[str, torch.Tensor],
-    cache: LayerCache,
+    cache: LayerCache | None = None,
     *,
     host_keeps_storage: bool = False,
     also_alive: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = (),
@@ -138,7 +141,8 @@ def bind(
         weights: Every loaded weight of the plan by its name, tensor or parameter; beside them what
             implementations read and no plan releases, above all the norms ``q_a_layernorm``
             ``(q_lora_rank,)`` and ``kv_a_layernorm`` ``(kv_lora_rank,)``.
-        cache: The layer's cache and RoPE tables.
+        cache: The layer's cache and RoPE tables; None where weights are prepared and released
+            before the host sizes its KV cache, which :meth:`BoundLayer.attach` gives later.
         host_keeps_storage: The host's C++ holds the storages of its parameters: release resizes
             them to zero instead of dropping them, and holders that nobody named are expected.
         also_alive: Tensors that live on whatever happens here, by name or not; a weight that shares
@@ -165,7 +169,7 @@ def bind(
         if isinstance(also_alive, Mapping)
         else {f"also_alive[{i}]": t for i, t in enumerate(also_alive)}
     )
-    others = {**cache.tensors(), **named}
+    others = {**({} if cache is None else cache.tensors()), **named}
     held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
     return BoundLayer(
         plan=keep_aliased(plan, held),

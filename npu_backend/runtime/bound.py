@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from npu_backend.deployment import Phase
+from npu_backend.errors import NpuBackendError, PlanMismatchError, PrepareError
 from npu_backend.offers import SITES, Offer
 from npu_backend.plan import LayerPlan
 from npu_backend.runtime import refusals
@@ -18,7 +19,7 @@ from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.indexer import compressed_query
 from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
-from npu_backend.runtime.prepare import Callables, prepare_layer
+from npu_backend.runtime.prepare import Callables, PreparedLayer, prepare_layer
 from npu_backend.runtime.result import PreprocessResult
 
 __all__ = ["BoundLayer"]
@@ -48,7 +49,7 @@ class BoundLayer:
         *,
         plan: LayerPlan,
         weights: Mapping[str, torch.Tensor],
-        cache: LayerCache,
+        cache: LayerCache | None,
         units: Mapping[tuple[str | None, Offer], Unit],
         device: torch.device,
         others: Mapping[str, torch.Tensor],
@@ -56,7 +57,8 @@ class BoundLayer:
         captured: bool,
     ) -> None:
         self.plan = plan
-        self.cache = cache
+        self._cache = cache
+        self._made: PreparedLayer | None = None
         self.device = device
         self.captured = captured
         self.host_keeps_storage = host_keeps_storage
@@ -70,16 +72,26 @@ class BoundLayer:
         self._gone: list[str] = []
         self._prepared = False
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._sites: dict[str, Mapping[Phase, Kernel]] = {}
-        unprepared = refuse_with(refusals.unprepared(plan))
-        self.v_up = self.q_absorb = unprepared
-        self._paths: dict[Phase, Path] = dict.fromkeys(Phase, unprepared)
+        self._sites: dict[str, Mapping[Phase, Kernel]]
+        self._paths: dict[Phase, Path] = {}
+        self._refuse_steps(refusals.unprepared(plan))
 
     def __repr__(self) -> str:
         state = "prepared" if self._prepared else "bound"
         if self.ledger is not None:
             state = f"released {self.ledger.freed} bytes"
         return f"BoundLayer({self.plan.layer}, {self.device}, {state})"
+
+    @property
+    def cache(self) -> LayerCache:
+        """The layer's cache.
+
+        Raises:
+            PrepareError: None is attached yet.
+        """
+        if self._cache is None:
+            raise refusals.unattached(self.plan)(0)
+        return self._cache
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -104,10 +116,48 @@ class BoundLayer:
         """
         if self._prepared:
             return
-        made = prepare_layer(self.plan, self._units, self._weights, self.cache, self._others)
-        self.plan = made.plan
-        self._install(made)
-        self._prepared = True
+        made, bound = prepare_layer(
+            self.plan, self._units, self._weights, self._others, self._cache
+        )
+        self.plan, self._made, self._prepared = made.plan, made, True
+        if bound is None:
+            self._refuse_steps(refusals.unattached(self.plan))
+        else:
+            self._install(bound)
+
+    def attach(self, cache: LayerCache) -> None:
+        """Give the layer its cache, once the host has sized it: steps can run from here on.
+
+        Args:
+            cache: The layer's cache and RoPE tables.
+
+        Raises:
+            PlanMismatchError: It is not the plan's, or on another device.
+            PrepareError: A cache is attached already, or an implementation cannot bind it.
+        """
+        if self._cache is not None:
+            raise PrepareError(
+                "the layer has its cache already",
+                whom=str(self.plan.layer),
+                why="its callables and captured graphs hold the cache's addresses",
+                remedy="bind the layer again for another cache",
+            )
+        problems = cache.problems(self.plan.layer)
+        if places := {str(t.device) for t in cache.tensors().values()} - {str(self.device)}:
+            problems.append(f"the cache is on {', '.join(sorted(places))}, not {self.device}")
+        if problems:
+            raise PlanMismatchError(
+                "the cache given is not that of the plan",
+                whom=str(self.plan.layer),
+                why=problems,
+                remedy="give the layer's own cache, or plan for this one",
+                code="kv.layout",
+            )
+        bound = None if self._made is None else self._made.bind(cache)
+        self._cache = cache
+        self._others = {**cache.tensors(), **self._others}
+        if bound is not None:
+            self._install(bound)
 
     def release(self) -> Ledger:
         """Free exactly what ``plan`` says; validated first, destroyed last.
@@ -253,6 +303,12 @@ class BoundLayer:
 
     # --- parts -----------------------------------------------------------------------------------
 
+    def _refuse_steps(self, make: Callable[[int], NpuBackendError]) -> None:
+        refuse = refuse_with(make)
+        self.v_up = self.q_absorb = refuse
+        self._paths = dict.fromkeys(Phase, refuse)
+        self._sites = {site: dict.fromkeys(Phase, refuse) for site in SITES}
+
     def _install(self, made: Callables) -> None:
         self._compressed = None
         plan, host = self.plan, [p for e in self.plan.path if e.offer is None for p in e.phases]
@@ -293,7 +349,7 @@ class BoundLayer:
         return kernel
 
     def _kernel(self, site: str, phase: Phase) -> Kernel:
-        return self._sites[site][phase] if self._prepared else getattr(self, site)
+        return self._sites[site][phase]
 
     def _nothing(self, hidden_states: torch.Tensor, phase: Phase) -> PreprocessResult:
         """Return the empty result of a step without rows."""

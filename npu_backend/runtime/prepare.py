@@ -20,7 +20,7 @@ from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.shapes import fixed_shape
 from npu_backend.runtime.weights import Prepared
 
-__all__ = ["Callables", "prepare_layer"]
+__all__ = ["Callables", "PreparedLayer", "prepare_layer"]
 
 Key = tuple["str | None", Offer]
 Calls = Mapping[Phase, Callable[..., Any]]
@@ -103,55 +103,78 @@ def _bind_paths(
     return phase_callables(served, call_of, where=f"{plan.layer}, path", path=True)
 
 
-def _prepare(
-    plan: LayerPlan,
-    units: Mapping[Key, Unit],
-    weights: Mapping[str, torch.Tensor],
-    cache: LayerCache,
-    others: Mapping[str, torch.Tensor],
-    contiguous: _Contiguous,
-) -> Callables:
-    for (site, offer), unit in units.items():
-        if site is not None and offer.envelope.contiguous:
-            contiguous.make(unit.weights[SITE_WEIGHTS[site]])
-    made: dict[Key, dict[str, torch.Tensor]] = {}
-    planned = {r.name for r in plan.weights if r.copy_of is None}
-    for key, unit in units.items():
-        made[key] = unit.prepare()
-        plan = check_copies(plan, unit, made[key], weights, others.values())
+@frozen(eq=False)
+class PreparedLayer:
+    """What a layer's strategies made; no callable yet, for those need a cache.
 
-    mine = (weights, cache.tensors(), *made.values())
-    for tensor in chain.from_iterable(tensors.values() for tensors in mine):
-        fixed_shape(tensor)
+    Args:
+        plan: The plan, amended by what the prepared tensors turned out to be.
+        units: The strategies.
+        made: The prepared tensors of each.
+    """
 
-    def prepared(key: Key, q_absorb: Callable[..., Any] | None = None) -> Prepared:
-        unit = units[key]
+    plan: LayerPlan
+    units: Mapping[Key, Unit]
+    made: Mapping[Key, Mapping[str, torch.Tensor]]
+
+    def bind(self, cache: LayerCache) -> Callables:
+        """Bind the callables of every strategy to a cache.
+
+        Raises:
+            PrepareError: An implementation failed.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in cache.tensors().values():
+                fixed_shape(tensor)
+            bare = {key: self._prepared(key) for key in self.units if key[0]}
+            sites = _bind_sites(self.plan, self.units, bare, cache)
+            paths = _bind_paths(self.plan, self.units, self._prepared, sites["q_absorb"], cache)
+        return Callables(self.plan, paths, sites)
+
+    def _prepared(self, key: Key, q_absorb: Callable[..., Any] | None = None) -> Prepared:
+        unit = self.units[key]
+        planned = {r.name for r in self.plan.weights if r.copy_of is None}
         read = {*unit.offer.step_reads, *(f"{n}.scale" for n in unit.offer.step_reads)}
         return Prepared(
-            made[key],
+            self.made[key],
             weights={n: t for n, t in unit.weights.items() if n in read or n not in planned},
             q_absorb=q_absorb,
-            layer=plan.layer,
-            deployment=plan.deployment,
+            layer=self.plan.layer,
+            deployment=self.plan.deployment,
             offer=unit.offer,
             site=unit.site,
             ops=unit.weights.ops,
             device=unit.weights.device,
         )
 
-    sites = _bind_sites(plan, units, {k: prepared(k) for k in units if k[0]}, cache)
-    paths = _bind_paths(plan, units, prepared, sites["q_absorb"], cache)
-    return Callables(plan, paths, sites)
+
+def _prepare(
+    plan: LayerPlan,
+    units: Mapping[Key, Unit],
+    weights: Mapping[str, torch.Tensor],
+    others: Mapping[str, torch.Tensor],
+    contiguous: _Contiguous,
+) -> PreparedLayer:
+    for (site, offer), unit in units.items():
+        if site is not None and offer.envelope.contiguous:
+            contiguous.make(unit.weights[SITE_WEIGHTS[site]])
+    made: dict[Key, dict[str, torch.Tensor]] = {}
+    for key, unit in units.items():
+        made[key] = unit.prepare()
+        plan = check_copies(plan, unit, made[key], weights, others.values())
+    for tensor in chain.from_iterable(tensors.values() for tensors in (weights, *made.values())):
+        fixed_shape(tensor)
+    return PreparedLayer(plan, units, made)
 
 
 def prepare_layer(
     plan: LayerPlan,
     units: Mapping[Key, Unit],
     weights: Mapping[str, torch.Tensor],
-    cache: LayerCache,
     others: Mapping[str, torch.Tensor],
-) -> Callables:
-    """Prepare and bind every strategy of a layer.
+    cache: LayerCache | None,
+) -> tuple[PreparedLayer, Callables | None]:
+    """Prepare every strategy of a layer, and bind it where there is a cache.
 
     Copies of one layer exist beside its originals, never of two; a weight that a kernel needs
     contiguous is replaced in place. If anything fails the weights are as before.
@@ -163,10 +186,11 @@ def prepare_layer(
     try:
         # Tensors made here are used by any later step, whatever mode the host loads in.
         with torch.inference_mode(False), torch.no_grad():
-            made = _prepare(plan, units, weights, cache, others, contiguous)
+            made = _prepare(plan, units, weights, others, contiguous)
+        bound = None if cache is None else made.bind(cache)
         for unit in units.values():
             unit.weights.settle()
-        return made
+        return made, bound
     except BaseException as err:
         for unit in reversed(list(units.values())):
             unit.weights.take_back()

@@ -14,7 +14,14 @@ from npu_backend.errors import (
 )
 from npu_backend.plan import LayerPlan
 
-__all__ = ["host_serves", "phase_needed", "unplanned", "unprepared", "unused"]
+__all__ = [
+    "host_serves",
+    "phase_needed",
+    "unattached",
+    "unplanned",
+    "unprepared",
+    "unused",
+]
 
 Make = Callable[[int], NpuBackendError]
 
@@ -28,6 +35,20 @@ def unprepared(plan: LayerPlan) -> Make:
             whom=str(plan.layer),
             why="no strategy is prepared yet",
             remedy="call layer.prepare() once after bind()",
+        )
+
+    return make
+
+
+def unattached(plan: LayerPlan) -> Make:
+    """A step before the host gave the layer its cache."""
+
+    def make(rows: int) -> NpuBackendError:
+        return PrepareError(
+            "a step came before attach()",
+            whom=str(plan.layer),
+            why="the layer was bound without a cache, so that its weights go before one is sized",
+            remedy="call layer.attach(cache) once the host has its KV cache",
         )
 
     return make
