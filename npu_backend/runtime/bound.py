@@ -39,6 +39,8 @@ class BoundLayer:
             has the same entries it *is* the bound callable; else it needs ``phase=``.
         q_absorb: ``(tokens, heads, qk_nope_head_dim) -> (tokens, heads, kv_lora_rank)``, likewise.
         ledger: What the release freed, None before it.
+        generation: Counts the updates of the weights; callables that were taken out of the layer
+            before the last one should be taken again.
     """
 
     v_up: Kernel
@@ -71,6 +73,9 @@ class BoundLayer:
         # then live until the cycle collector comes by.
         self._gone: list[str] = []
         self._prepared = False
+        self._updating = self._release_again = False
+        self.generation = 0
+        self._written: dict[str, tuple[int, int]] = {}
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
@@ -120,6 +125,7 @@ class BoundLayer:
             self.plan, self._units, self._weights, self._others, self._cache
         )
         self.plan, self._made, self._prepared = made.plan, made, True
+        self._written = self._versions()
         if bound is None:
             self._refuse_steps(refusals.unattached(self.plan))
         else:
@@ -197,6 +203,69 @@ class BoundLayer:
             rows = tuple(r for r in self.ledger.rows if r.name not in names)
             self.ledger = Ledger(self.ledger.layer_id, rows) if rows else None
         return names
+
+    def before_update(self) -> tuple[str, ...]:
+        """Get ready for new weights: bring back what was released restorably, and refuse steps.
+
+        Returns:
+            Names of the weights that were brought back.
+
+        Raises:
+            PrepareError: A weight was released for good, so that it cannot be written; or out of
+                memory. The layer is as it was.
+        """
+        gone = [
+            r.name for r in self.plan.released() if r.action == "release" and r.name in self._gone
+        ]
+        if gone:
+            raise PrepareError(
+                f"{', '.join(gone)} cannot be updated: released for good",
+                whom=str(self.plan.layer),
+                why="the deployment promised no weight update, or nobody asked for a way back",
+                remedy="plan with --weight-update, and --restore to release restorably meanwhile",
+                code="promise.weight_update",
+            )
+        names = self.restore()
+        if self._prepared:
+            self._refuse_steps(refusals.updating(self.plan))
+        self._updating = True
+        self._release_again = self._release_again or bool(names)
+        return names
+
+    def after_update(self) -> Ledger | None:
+        """Prepare from the new weights, bind, and release again what was released before.
+
+        Copies are written into the memory of those before, so their addresses stay. If it fails,
+        steps stay refused and the originals are there: correct the cause and call it again.
+
+        Returns:
+            The ledger of the new release, or None where nothing had been released.
+
+        Raises:
+            PrepareError: It came without :meth:`before_update`, or preparing failed.
+        """
+        if not self._updating:
+            raise PrepareError(
+                "after_update() came without before_update()",
+                whom=str(self.plan.layer),
+                why="weights that were released are not written by an update that finds them gone",
+                remedy="call layer.before_update() before weights are written",
+                code="promise.weight_update",
+            )
+        if self._made is not None:
+            made, _ = prepare_layer(self.plan, self._units, self._weights, self._others, None)
+            made = made.keep_addresses(self._made)
+            bound = None if self._cache is None else made.bind(self._cache)
+            self.plan, self._made = made.plan, made
+            self._written = self._versions()
+            if bound is None:
+                self._refuse_steps(refusals.unattached(self.plan))
+            else:
+                self._install(bound)
+        self._updating = False
+        self.generation += 1
+        again, self._release_again = self._release_again, False
+        return self.release() if again else None
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -320,7 +389,7 @@ class BoundLayer:
             )
             for p in Phase
         }
-        self._paths = {**refused, **made.paths}
+        self._paths = {**refused, **self._guarded(made.paths)}
         self._sites = {
             site: {
                 **refused,
@@ -331,6 +400,44 @@ class BoundLayer:
         }
         self.v_up = self._without_phase("v_up", made.sites["v_up"])
         self.q_absorb = self._without_phase("q_absorb", made.sites["q_absorb"])
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Return address and version of each kept original that a prepared copy was made of."""
+        copied = {r.copy_of for r in self.plan.weights if r.copy_of is not None}
+        kept = [r.name for r in self.plan.weights if r.name in copied and r.action == "keep"]
+        found = {}
+        for name in kept:
+            weight = self._weights[name]
+            if not weight.is_inference():
+                found[name] = (weight.data_ptr(), weight._version)
+        return found
+
+    def _guarded(self, paths: Mapping[Phase, Path]) -> Mapping[Phase, Path]:
+        """Return the paths; where copies stand beside their originals, a step first sees that no
+        original was written since."""
+        if not self._written:
+            return paths
+        plan, written = self.plan, self._written
+        watched = [(name, self._weights[name], *at) for name, at in written.items()]
+
+        def guard(path: Path) -> Path:
+            def guarded(
+                hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+            ) -> PreprocessResult:
+                if not torch.compiler.is_compiling():
+                    changed = [
+                        name
+                        for name, weight, address, version in watched
+                        if weight._version != version or weight.data_ptr() != address
+                    ]
+                    if changed:
+                        raise refusals.stale(plan, changed)
+                return path(hidden, positions, slots)
+
+            return guarded
+
+        made = {id(path): guard(path) for path in paths.values()}
+        return {phase: made[id(path)] for phase, path in paths.items()}
 
     def _without_phase(self, site: str, found: Mapping[Phase, Kernel]) -> Kernel:
         """Return the one callable that all phases share, or one that asks for the phase."""

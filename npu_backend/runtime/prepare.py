@@ -117,6 +117,30 @@ class PreparedLayer:
     units: Mapping[Key, Unit]
     made: Mapping[Key, Mapping[str, torch.Tensor]]
 
+    def keep_addresses(self, before: PreparedLayer) -> PreparedLayer:
+        """Return this with each copy written into the memory of the one before it.
+
+        Captured graphs and callables that somebody kept then read the new values: no prepared copy
+        can be older than its weight. A name that shares a loaded weight's storage stays as it is.
+        """
+        made: dict[Key, dict[str, torch.Tensor]] = {}
+        with torch.no_grad():
+            for key, tensors in self.made.items():
+                aliases, old = dict(self.units[key].offer.aliases), before.made.get(key, {})
+                made[key] = {}
+                for name, tensor in tensors.items():
+                    kept = old.get(name)
+                    same = (
+                        kept is not None
+                        and name not in aliases
+                        and (kept.shape, kept.dtype, kept.stride())
+                        == (tensor.shape, tensor.dtype, tensor.stride())
+                    )
+                    if same and kept is not None:
+                        kept.copy_(tensor)
+                    made[key][name] = kept if same and kept is not None else tensor
+        return PreparedLayer(self.plan, self.units, made)
+
     def bind(self, cache: LayerCache) -> Callables:
         """Bind the callables of every strategy to a cache.
 

@@ -17,10 +17,12 @@ from npu_backend.plan import LayerPlan
 __all__ = [
     "host_serves",
     "phase_needed",
+    "stale",
     "unattached",
     "unplanned",
     "unprepared",
     "unused",
+    "updating",
 ]
 
 Make = Callable[[int], NpuBackendError]
@@ -52,6 +54,32 @@ def unattached(plan: LayerPlan) -> Make:
         )
 
     return make
+
+
+def updating(plan: LayerPlan) -> Make:
+    """A step between ``before_update()`` and ``after_update()``."""
+
+    def make(rows: int) -> NpuBackendError:
+        return PrepareError(
+            "a step came while the weights are being updated",
+            whom=str(plan.layer),
+            why="prepared copies are those of the weights before",
+            remedy="call layer.after_update() once the new weights are there",
+            code="promise.weight_update",
+        )
+
+    return make
+
+
+def stale(plan: LayerPlan, names: Sequence[str]) -> NpuBackendError:
+    """A step after a weight was written that a prepared copy was made of."""
+    return PrepareError(
+        f"{', '.join(names)} changed after it was prepared",
+        whom=str(plan.layer),
+        why="a prepared copy still holds the values before, and steps read the copy",
+        remedy="put layer.before_update() and layer.after_update() around what writes weights",
+        code="promise.weight_update",
+    )
 
 
 def unplanned(plan: LayerPlan, phase: Phase, gone: Sequence[str]) -> Make:
