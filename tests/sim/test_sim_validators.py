@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from npu_backend.testing.sim import OpRejectedError, TensorSpec, validators
@@ -218,31 +220,34 @@ def test_batch_matmul_transpose_nz_weights_are_4d_multiples_of_16() -> None:
 def prolog(
     tokens=(4,), hidden=7168, q_lora=1536, heads=16, nope=128, kv_lora=512, rope=64, **options
 ):
+    """Check a call with a 16-bit KV cache; the other modes are test_sim_prolog_limits'."""
     mode = options.pop("mode", (0, 0, 0))
     block, index = options.pop("block", 128), options.pop("index", "int64")
     full = "int8" if mode[0] == 2 else options.pop("dtype", "bfloat16")
     q_b = "int8" if mode[0] in (1, 2) else full
     fmt, cache_mode = options.pop("format", 29), options.pop("cache_mode", "PA_BSND")
-    scale = TensorSpec((1,), "float32")
-    names = {0: (), 1: ("w_uq_qr",)}.get(mode[0], ("x", "w_dq", "w_uq_qr", "w_dkv_kr"))
+    rows, columns = math.prod(tokens), heads * (nope + rope)
+    sizes = {"x": (rows, 1), "w_dq": (1, q_lora), "w_uq_qr": (1, columns)}
+    sizes["w_dkv_kr"] = (1, kv_lora + rope)
+    names = {0: (), 1: ("w_uq_qr",)}.get(mode[0], tuple(sizes))
     validators.npu_mla_prolog_v3(
         TensorSpec((*tokens, hidden), full),
         TensorSpec((hidden, q_lora), full, format=fmt),
-        TensorSpec((q_lora, heads * (nope + rope)), q_b, format=fmt),
+        TensorSpec((q_lora, columns), q_b, format=fmt),
         TensorSpec((heads, nope, kv_lora)),
         TensorSpec((hidden, kv_lora + rope), full, format=fmt),
         TensorSpec((q_lora,)),
         TensorSpec((kv_lora,)),
         TensorSpec((*tokens, rope)),
         TensorSpec((*tokens, rope)),
-        TensorSpec((2, block, 1, 656 if mode[1] == 3 else 512)),
-        TensorSpec((2, block, 1, 64)),
+        TensorSpec((2, block, 1, kv_lora)),
+        TensorSpec((2, block, 1, rope)),
         cache_index=TensorSpec(tokens, index),
         cache_mode=cache_mode,
         weight_quant_mode=mode[0],
         kv_cache_quant_mode=mode[1],
         query_quant_mode=mode[2],
-        scales={f"dequant_scale_{name}": scale for name in names},
+        scales={f"dequant_scale_{n}": TensorSpec(sizes[n], "float32") for n in names},
         **options,
     )
 
@@ -331,8 +336,6 @@ def test_prolog_mode_triples() -> None:
     for triple in ((1, 1, 0), (2, 2, 0), (0, 3, 0), (2, 0, 1), (2, 1, 0), (0, 0, 1)):
         with rejected("quant modes"):
             prolog(mode=triple)
-    prolog(mode=(2, 3, 0))
-    prolog(mode=(1, 3, 0))
 
 
 def test_prolog_dtypes_formats_and_scales() -> None:

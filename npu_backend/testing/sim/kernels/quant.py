@@ -19,21 +19,14 @@ from npu_backend.testing.sim.kernels.base import (
     unsupported_unless,
     where,
 )
+from npu_backend.testing.sim.kernels.quantize import quantize_rows
 from npu_backend.testing.sim.spec import FORMAT_NZ
 
-__all__ = ["FAKES", "KERNELS", "quantize_rows"]
+__all__ = ["FAKES", "KERNELS"]
 
 _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int32: (-(2**31), 2**31 - 1)}
 # Exponent of the largest normal number of each dtype.
 _EMAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-
-
-def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (..., K) to int8 with one scale a row: (int8 values, fp32 scales (..., 1))."""
-    scale = values.float().abs().amax(-1, keepdim=True) / 127
-    # A row of zeros has the scale zero and stays zero.
-    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return (values.float() / safe).round().clamp(-128, 127).to(torch.int8), scale
 
 
 def npu_dynamic_quant(
