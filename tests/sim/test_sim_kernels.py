@@ -561,7 +561,7 @@ def test_dynamic_quant(npu_device) -> None:
     assert (restored - x.float()).abs().max() <= expected.max() * 0.501
     out, scale = torch_npu.npu_dynamic_quant(x.to(npu_device), smooth_scales=smooth.to(npu_device))
     torch.testing.assert_close(scale.cpu(), (x.float() * smooth.float()).abs().amax(-1) / 127)
-    with pytest.raises(NotSimulatedError, match="dst_type"):
+    with pytest.raises(OpRejectedError, match="dst_type = int32 is not supported, only int8"):
         torch_npu.npu_dynamic_quant(x.to(npu_device), dst_type=torch.int32)
 
 
