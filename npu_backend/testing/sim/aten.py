@@ -119,7 +119,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
-    """Run an op that the CPU lacks for 8-bit floats; None where its arguments hold none.
+    """Run an op that the CPU lacks for 8-bit floats.
 
     An op that moves elements gets their bytes, and its result is of their dtype again; in place on
     the bytes of an alias is in place on the alias. A comparison gets them as fp32.
@@ -140,8 +140,6 @@ def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
 
     host_args = _mapped(args, replace)
     host_kwargs = {key: _mapped(value, replace) for key, value in kwargs.items()}
-    if len({original.dtype for original, _ in replaced}) != 1:
-        return None
     result = op(*host_args, **host_kwargs)
     return _mapped(result, restore) if moves else result
 
@@ -253,13 +251,10 @@ def _generic(op: Any, name: str) -> Callable[..., Any]:
             host_kwargs["generator"] = _host_generator(_default_generator(call.device))
         try:
             result = op(*host_args, **host_kwargs)
-        except NotImplementedError:
-            if not (moves or base in _COMPARISONS):
-                raise
-            result = _without_float8(op, host_args, host_kwargs, moves)
-            if result is None:
-                raise
         except RuntimeError as err:
+            # NotImplementedError from torch 2.7 on.
+            if "not implemented for 'Float8" in str(err) and (moves or base in _COMPARISONS):
+                return call.to_device(_without_float8(op, host_args, host_kwargs, moves))
             if not outs or "resizable" not in str(err):
                 raise
             # An alias cannot grow. Let the CPU kernel size fresh outputs; settle() copies them.

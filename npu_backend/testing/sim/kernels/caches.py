@@ -38,8 +38,8 @@ def write_slots(
 
     Args:
         op: Name for the messages.
-        cache: (blocks, block size, 1, width), contiguous; with ``nz`` its bytes are laid out as
-            (blocks, width / 16, block size, 16).
+        cache: (blocks, block size, 1, width), contiguous within a block; with ``nz`` its bytes are
+            laid out as (blocks, width / 16, block size, 16), 32 wide in 8 bit.
         rows: (tokens, width) of the cache's dtype.
         index: (tokens,), slot of each token; negative means padding.
         nz: Whether the cache is laid out in FRACTAL_NZ.
@@ -53,7 +53,7 @@ def write_slots(
         view = cache.view(blocks, width // inner, size, inner)
         view[index // size, :, index % size, :] = rows.view(-1, width // inner, inner)
     else:
-        cache.view(-1, width)[index] = rows
+        cache.view(blocks, size, width)[index // size, index % size] = rows
 
 
 def write_blocks(
