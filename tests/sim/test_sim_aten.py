@@ -190,3 +190,65 @@ def test_restoring_the_storage_makes_it_usable_again(npu_device) -> None:
     storage.resize_(64)
     weight.fill_(3)
     assert weight.sum().item() == 48
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_8_bit_floats_are_moved_on_the_device(npu_device, name: str) -> None:
+    """What a host does with 8-bit weights, scales and caches; bytes say whether it was right."""
+    import torch
+
+    kind = getattr(torch, name, None)
+    if kind is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    raw = torch.arange(24, dtype=torch.uint8).view(4, 6)
+    x = raw.view(kind).to(npu_device)
+    rows = torch.tensor([2, 0], device=npu_device)
+    mask = torch.tensor([True, False, False, True], device=npu_device)
+    moved = {
+        "there and back": (x, raw),
+        "transposed": (x.t().contiguous(), raw.t()),
+        "reshaped": (x.t().reshape(-1), raw.t().reshape(-1)),
+        "sliced": (x[1:, ::2].clone(), raw[1:, ::2]),
+        "indexed": (x[rows], raw[[2, 0]]),
+        "column": (x[:, rows], raw[:, [2, 0]]),
+        "masked": (x[mask], raw[[0, 3]]),
+        "index_select": (x.index_select(0, rows), raw[[2, 0]]),
+        "gathered": (x.gather(1, rows.expand(4, 2)), raw[:, [2, 0]]),
+        "cat": (torch.cat((x, x), 1), torch.cat((raw, raw), 1)),
+        "stack": (torch.stack((x, x)), torch.stack((raw, raw))),
+        "expanded": (x[:1].expand(3, 6).contiguous(), raw[:1].expand(3, 6)),
+        "permuted": (x.view(2, 2, 6).permute(1, 0, 2).contiguous(),
+                     raw.view(2, 2, 6).permute(1, 0, 2)),
+        "from bytes": (raw.to(npu_device).view(kind), raw),
+    }  # fmt: skip
+    for what, (found, wanted) in moved.items():
+        assert (found.dtype, found.device) == (kind, npu_device), what
+        assert torch.equal(found.cpu().view(torch.uint8), wanted), what
+        assert torch.equal(found.view(torch.uint8).cpu(), wanted), what
+    assert torch.equal(x, x.clone())
+    assert not torch.equal(x[0], x[1])
+    torch.testing.assert_close(x.float().cpu(), raw.view(kind).float())
+
+    written = torch.zeros(4, 6, dtype=torch.uint8, device=npu_device).view(kind)
+    before = written.data_ptr()
+    written[rows] = x[:2]
+    assert written.index_copy_(0, rows + 1, x[2:]) is written
+    expected = torch.zeros(4, 6, dtype=torch.uint8)
+    expected[[2, 0]] = raw[:2]
+    expected[[3, 1]] = raw[2:]
+    assert written.data_ptr() == before
+    assert torch.equal(written.view(torch.uint8).cpu(), expected)
+    written[1:2] = x[3:]
+    assert torch.equal(written.view(torch.uint8).cpu()[1], raw[3])
+
+
+def test_8_bit_floats_keep_their_nz_format(npu_device) -> None:
+    import torch
+    import torch_npu
+
+    weight = torch.randn(64, 96).to(torch.float8_e4m3fn).to(npu_device)
+    nz = torch_npu.npu_format_cast(weight, 29)
+    assert int(torch_npu.get_npu_format(nz)) == 29
+    assert torch.equal(nz.view(torch.uint8).cpu(), weight.view(torch.uint8).cpu())
+    odd = torch.randn(64, 48).to(torch.float8_e4m3fn).to(npu_device)
+    assert torch_npu.npu_format_cast(odd, 29) is odd  # 48 % 32: not castable

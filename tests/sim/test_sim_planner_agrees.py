@@ -120,7 +120,13 @@ def _prolog(layer: MlaLayer, deployment: Deployment, mode: int, cache_mode: str 
     full = "int8" if mode == 2 else layer.dtype
     q_b = "int8" if mode in (1, 2) else full
     q_lora = layer.q_lora_rank or 0
-    names = {0: (), 1: ("w_uq_qr",)}.get(mode, ("x", "w_dq", "w_uq_qr", "w_dkv_kr"))
+    sizes = {
+        "x": (4, 1),
+        "w_dq": (1, q_lora),
+        "w_uq_qr": (1, heads * (nope + rope)),
+        "w_dkv_kr": (1, latent + rope),
+    }
+    names = {0: (), 1: ("w_uq_qr",)}.get(mode, tuple(sizes))
     return lambda: validators.npu_mla_prolog_v3(
         TensorSpec((4, layer.hidden_size), full),
         TensorSpec((layer.hidden_size, q_lora), full, format=29),
@@ -136,7 +142,7 @@ def _prolog(layer: MlaLayer, deployment: Deployment, mode: int, cache_mode: str 
         cache_index=TensorSpec((4,), "int64"),
         cache_mode=cache_mode,
         weight_quant_mode=mode,
-        scales={f"dequant_scale_{n}": TensorSpec((1,), "float32") for n in names},
+        scales={f"dequant_scale_{n}": TensorSpec(sizes[n], "float32") for n in names},
         soc=deployment.soc.family,
         cann=deployment.cann,
     )

@@ -63,6 +63,37 @@ _CROSS_DEVICE = frozenset(
 )
 
 
+# Ops that move or compare elements without computing: 8-bit floats go through them as bytes where
+# the CPU has no kernel for their dtype.
+_MOVES = frozenset(
+    {
+        "constant_pad_nd",
+        "flip",
+        "gather",
+        "index",
+        "index_copy",
+        "index_copy_",
+        "index_put",
+        "index_put_",
+        "_index_put_impl_",
+        "index_select",
+        "masked_select",
+        "repeat_interleave",
+        "roll",
+        "scatter",
+        "scatter_",
+        "_unsafe_index",
+        "where",
+    }
+)
+_COMPARISONS = frozenset({"equal"})
+_FLOAT8 = frozenset(
+    getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith("float8_") and isinstance(getattr(torch, name), torch.dtype)
+)
+
+
 def _host_generator(generator: torch.Generator) -> torch.Generator:
     """Return a host generator for one call, and move the device generator on.
 
@@ -76,6 +107,41 @@ def _host_generator(generator: torch.Generator) -> torch.Generator:
     state.view(torch.int64)[1] = offset + 4
     generator.set_state(state)
     return torch.Generator().manual_seed((seed * 1_000_003 + offset) % (1 << 63))
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply a change to each tensor of a nested argument or result."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
+    """Run an op that the CPU lacks for 8-bit floats.
+
+    An op that moves elements gets their bytes, and its result is of their dtype again; in place on
+    the bytes of an alias is in place on the alias. A comparison gets them as fp32.
+    """
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in _FLOAT8:
+            return tensor
+        replaced.append((tensor, tensor.view(torch.uint8) if moves else tensor.float()))
+        return replaced[-1][1]
+
+    def restore(tensor: torch.Tensor) -> torch.Tensor:
+        for original, stand_in in replaced:
+            if stand_in is tensor:
+                return original
+        return tensor.view(replaced[0][0].dtype) if tensor.dtype == torch.uint8 else tensor
+
+    host_args = _mapped(args, replace)
+    host_kwargs = {key: _mapped(value, replace) for key, value in kwargs.items()}
+    result = op(*host_args, **host_kwargs)
+    return _mapped(result, restore) if moves else result
 
 
 class _Call:
@@ -172,7 +238,8 @@ def _writes_out(op: Any) -> frozenset[str]:
 
 def _generic(op: Any, name: str) -> Callable[..., Any]:
     outs = _writes_out(op)
-    cross_device = op._schema.name.split("::")[1] in _CROSS_DEVICE
+    base = op._schema.name.split("::")[1]
+    cross_device, moves = base in _CROSS_DEVICE, base in _MOVES
     random = any(a.name == "generator" for a in op._schema.arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -185,6 +252,9 @@ def _generic(op: Any, name: str) -> Callable[..., Any]:
         try:
             result = op(*host_args, **host_kwargs)
         except RuntimeError as err:
+            # NotImplementedError from torch 2.7 on.
+            if "not implemented for 'Float8" in str(err) and (moves or base in _COMPARISONS):
+                return call.to_device(_without_float8(op, host_args, host_kwargs, moves))
             if not outs or "resizable" not in str(err):
                 raise
             # An alias cannot grow. Let the CPU kernel size fresh outputs; settle() copies them.

@@ -40,7 +40,7 @@ class Simulation:
         line: TorchNPU line of the installed package.
         standins: The libraries that stand in for CANN's.
         aten_ops: Number of aten ops that compute.
-        npu_ops: Names of the ``npu::`` ops that compute.
+        npu_ops: Names of the ops that compute, ``npu::`` left out and ``_C_ascend::`` not.
     """
 
     settings: Settings

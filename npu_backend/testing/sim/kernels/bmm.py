@@ -16,7 +16,7 @@ from npu_backend.testing.sim.kernels.base import (
     where,
 )
 
-__all__ = ["DEFINED", "FAKES", "KERNELS"]
+__all__ = ["DEFINED", "FAKES", "KERNELS", "multiply_into"]
 
 
 def npu_transpose_batchmatmul(
@@ -70,6 +70,13 @@ def batch_matmul_transpose(
         **where(),
     )
     unsupported_unless(quant_mode is None, op, f"quant_mode {quant_mode}")
+    multiply_into(op, tensor_a, tensor_b, tensor_c)
+
+
+def multiply_into(
+    op: str, tensor_a: torch.Tensor, tensor_b: torch.Tensor, tensor_c: torch.Tensor
+) -> None:
+    """Write (M, B, K) x (B, K, N), or (B, N / 16, K, 16), into (M, B, N)."""
     a, b = host(tensor_a, op).transpose(0, 1), host(tensor_b, op)
     if b.dim() == 4:
         b = b.permute(0, 2, 1, 3).reshape(b.shape[0], b.shape[2], -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from npu_backend.testing.sim import validators
 from npu_backend.testing.sim.kernels.base import (
@@ -23,7 +24,7 @@ from npu_backend.testing.sim.kernels.base import (
 )
 from npu_backend.testing.sim.kernels.caches import write_slots
 
-__all__ = ["DEFINED", "FAKES", "KERNELS"]
+__all__ = ["DEFINED", "FAKES", "KERNELS", "Results", "Stage", "compute", "store"]
 
 _OP = "mla_preprocess"
 # Fixed inside the op; it takes no epsilon.
@@ -37,9 +38,85 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
     return weight.t()
 
 
-def _quantize(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    values = x.float() / scale.float() + offset.float()
-    return values.round().clamp(-128, 127).to(torch.int8)
+@frozen
+class Stage:
+    """One statically quantized projection: device tensors as the op takes them."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    bias: torch.Tensor
+    descale: torch.Tensor
+
+    def __call__(self, op: str, x: torch.Tensor) -> torch.Tensor:
+        """Return (tokens, N) of x's dtype: quantized, multiplied, shifted by the bias, scaled."""
+        values = x.float() / host(self.scale, op).float() + host(self.offset, op).float()
+        values = values.round().clamp(-128, 127).to(torch.int8)
+        product = int8_matmul(values, _rows(host(self.weight, op))) + host(self.bias, op)
+        return (product * decode_scale(host(self.descale, op))).to(x.dtype)
+
+
+@frozen
+class Results:
+    """CPU tensors: queries (tokens, heads, ...), rows for both caches, the normed query latent."""
+
+    query: torch.Tensor
+    query_rope: torch.Tensor
+    kv_rows: torch.Tensor
+    kr_rows: torch.Tensor
+    query_norm: torch.Tensor
+
+
+def compute(
+    op: str,
+    hidden_state: torch.Tensor,
+    stages: tuple[Stage, Stage],
+    gamma1: torch.Tensor,
+    beta1: torch.Tensor,
+    gamma2: torch.Tensor,
+    wuk: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    rope_dim: int,
+) -> Results:
+    """Compute the op; ``rope`` is (cos, sin), or None for components that are not rotated.
+
+    The columns of the first product are in the order kv (512), k_rope (64), q (1536). RoPE
+    components come in half layout, because callers permute the weights.
+    """
+    x, dtype = host(hidden_state, op), hidden_state.dtype
+    heads, nope, kv_lora = wuk.shape
+    q_lora = gamma1.shape[0]
+
+    def turned(components: torch.Tensor) -> torch.Tensor:
+        if rope is None:
+            return components.to(dtype)
+        cos, sin = (host(r, op).view(-1, *[1] * (components.dim() - 2), rope_dim) for r in rope)
+        return half_rope(components, cos, sin).to(dtype)
+
+    latent, k_rope, q_low = torch.split(stages[0](op, x), [kv_lora, rope_dim, q_lora], -1)
+    # Hosts without a bias pass a longer tensor of zeros; the op reads as much as gamma1 has.
+    shift = host(beta1, op).float()[:q_lora]
+    normed = (rms_norm(q_low, host(gamma1, op), _EPSILON) + shift).to(dtype)
+    q = stages[1](op, normed).view(x.shape[0], heads, nope + rope_dim)
+    absorbed = torch.einsum("thn,hnl->thl", q[..., :nope].float(), host(wuk, op).float())
+    return Results(
+        absorbed.to(dtype),
+        turned(q[..., nope:]),
+        rms_norm(latent, host(gamma2, op), _EPSILON).to(dtype),
+        turned(k_rope),
+        normed,
+    )
+
+
+def store(op: str, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, nz: bool) -> None:
+    """Write rows into a paged cache, (blocks, block size, 1, width) or its NZ shape.
+
+    In NZ a cache may also have the shape of its bytes, (blocks, width / 16, block size, 16).
+    """
+    memory = host(cache, op)
+    if nz and memory.shape[2] != 1:
+        memory = memory.view(memory.shape[0], memory.shape[2], 1, -1)
+    write_slots(op, memory, rows, slots, nz=nz)
 
 
 def mla_preprocess(
@@ -77,9 +154,7 @@ def mla_preprocess(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Write q_out0 (tokens, heads, 512), q_out1 (tokens, heads, 64) and both caches.
 
-    The columns of the first product are in the order kv (512), k_rope (64), q (1536). RoPE
-    components come in half layout, because callers permute the weights. gamma0 and beta0 are not
-    used: the input is normed already.
+    gamma0 and beta0 are not used: the input is normed already.
     """
     validators.mla_preprocess(
         *(spec(t) for t in (hidden_state, wdqkv, descale0, gamma1, wuq, descale1, gamma2)),
@@ -92,37 +167,25 @@ def mla_preprocess(
     unsupported_unless(quant == "per_tensor_quant_asymm", _OP, f"quant_mode {quant}")
     unsupported_unless(cache in ("krope_ctkv", "nzcache"), _OP, f"cache_mode {cache}")
 
-    def at_host(tensor: torch.Tensor) -> torch.Tensor:
-        return host(tensor, _OP)
-
-    x, dtype = at_host(hidden_state), hidden_state.dtype
-    heads, nope, kv_lora = wuk.shape
-    rope = cos.shape[-1]
-    turn, lift = at_host(sin), at_host(cos)
-    first = _quantize(x, at_host(quant_scale0), at_host(quant_offset0))
-    first = int8_matmul(first, _rows(at_host(wdqkv))) + at_host(bias0)
-    first = (first * decode_scale(at_host(descale0))).to(dtype)
-    latent, k_rope, q_low = torch.split(first, [kv_lora, rope, gamma1.shape[0]], -1)
-    # Hosts without a bias pass a longer tensor of zeros; the op reads as much as gamma1 has.
-    shift = at_host(beta1).float()[: gamma1.shape[0]]
-    normed = rms_norm(q_low, at_host(gamma1), _EPSILON) + shift
-    second = _quantize(normed.to(dtype), at_host(quant_scale1), at_host(quant_offset1))
-    second = int8_matmul(second, _rows(at_host(wuq))) + at_host(bias1)
-    q = (second * decode_scale(at_host(descale1))).to(dtype).view(x.shape[0], heads, nope + rope)
-    absorbed = torch.einsum("thn,hnl->thl", q[..., :nope].float(), at_host(wuk).float())
-    at_host(q_out0).copy_(absorbed.to(dtype))
-    at_host(q_out1).copy_(half_rope(q[..., nope:], lift[:, None], turn[:, None]).to(dtype))
-    slots = at_host(slotmapping).long()
-    kv_rows = rms_norm(latent, at_host(gamma2), _EPSILON).to(dtype)
-    for target, rows in (
-        (kv_cache_out0, kv_rows),
-        (kv_cache_out1, half_rope(k_rope, lift, turn).to(dtype)),
-    ):
-        memory, nz = at_host(target), cache == "nzcache"
-        if nz:
-            # (blocks, width / 16, block size, 16): the same bytes as a paged cache in NZ.
-            memory = memory.view(memory.shape[0], memory.shape[2], 1, -1)
-        write_slots(_OP, memory, rows, slots, nz=nz)
+    out = compute(
+        _OP,
+        hidden_state,
+        (
+            Stage(wdqkv, quant_scale0, quant_offset0, bias0, descale0),
+            Stage(wuq, quant_scale1, quant_offset1, bias1, descale1),
+        ),
+        gamma1,
+        beta1,
+        gamma2,
+        wuk,
+        (cos, sin),
+        cos.shape[-1],
+    )
+    host(q_out0, _OP).copy_(out.query)
+    host(q_out1, _OP).copy_(out.query_rope)
+    slots, nz = host(slotmapping, _OP).long(), cache == "nzcache"
+    store(_OP, kv_cache_out0, out.kv_rows, slots, nz)
+    store(_OP, kv_cache_out1, out.kr_rows, slots, nz)
     return q_out0, kv_cache_out0, q_out1, kv_cache_out1
 
 

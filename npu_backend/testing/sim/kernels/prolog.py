@@ -1,11 +1,16 @@
 """Reference kernels of the ``npu_mla_prolog`` family.
 
-Simulated: weight modes 0 to 4 (16-bit, int8 q_b, int8 throughout, MXFP8, fp8) with every KV cache
-that goes with them; not hif8, which torch has no dtype for.
+Simulated: weight modes 0 to 4 (16-bit, int8 q_b, int8, MXFP8, fp8), KV cache modes 0 to 3 and query
+modes 0 and 1. Mode 5 is hifloat8, which torch has no dtype for.
+
+Source of the formulas: the op-plugin documentation of the op and its own test of it
+(test_mla_prolog_v3.py: a quantized query scales its rotated part, too), and the README of
+kv_quant_sparse_flash_attention for the order of a packed row.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +19,6 @@ from attrs import frozen
 from npu_backend.catalog.versions import cann_key
 from npu_backend.testing.sim import validators
 from npu_backend.testing.sim.kernels.base import (
-    decode_scale,
     host,
     interleaved_rope,
     optional_spec,
@@ -26,87 +30,134 @@ from npu_backend.testing.sim.kernels.base import (
     unsupported_unless,
     where,
 )
-from npu_backend.testing.sim.kernels.caches import write_slots, write_whole
-from npu_backend.testing.sim.kernels.quant import (
-    quantize_blocks,
+from npu_backend.testing.sim.kernels.caches import page_slots, write_slots, write_whole
+from npu_backend.testing.sim.kernels.quantize import (
+    by_scale,
+    exact_matmul,
+    largest,
+    mx_restore,
+    mx_rows,
     quantize_rows,
-    to_eight_bits,
+    saturate,
 )
 
 __all__ = ["KERNELS"]
 
 _BF16 = torch.bfloat16
-_SCALES = (
-    "dequant_scale_x",
-    "dequant_scale_w_dq",
-    "dequant_scale_w_uq_qr",
-    "dequant_scale_w_dkv_kr",
-    "quant_scale_ckv",
-    "quant_scale_ckr",
-    "smooth_scales_cq",
-)
+
+
+@frozen
+class _Modes:
+    """The three quantization modes of a call, and the tile of KV cache mode 3."""
+
+    weight: int
+    kv: int = 0
+    query: int = 0
+    tile: int = 128
 
 
 @frozen
 class _Outputs:
+    """Results as (tokens, ...) CPU tensors; ``kr_rows`` is None where the cache rows hold it."""
+
     query: torch.Tensor
     query_rope: torch.Tensor
-    latent: torch.Tensor
-    key: torch.Tensor
+    query_scale: torch.Tensor | None
+    kv_rows: torch.Tensor
+    kr_rows: torch.Tensor | None
     query_norm: torch.Tensor
     query_norm_scale: torch.Tensor | None
 
 
-def _times(
+def _scaled_product(
+    weight_mode: int,
     x: torch.Tensor,
-    weight: torch.Tensor,
     x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply (T, K) by (K, N) of any dtype, each value times its own scale; fp32.
+    """Multiply (T, K) by (K, N) and scale; bf16 weights give a product rounded to bf16.
 
-    Args:
-        x: Values.
-        weight: Values.
-        x_scale: (T, blocks of K), or None.
-        w_scale: (N, blocks of K), or None.
+    A quantized product stays in fp32: one scale a token and one a channel, or in mode 3 one power
+    of two for each 32 of K on both sides, (T, K/32) and (N, K/32).
     """
-    left, right = x.float(), weight.float()
-    if w_scale is None:
-        return left @ right
+    if weight_scale is None:
+        return (x.float() @ weight.float()).to(_BF16).float()
     assert x_scale is not None
-    if w_scale.shape[1] == 1:
-        return (left @ right) * decode_scale(x_scale) * decode_scale(w_scale).reshape(1, -1)
-    size = x.shape[1] // w_scale.shape[1]
-    left = left * powers_of_two(x_scale).float().repeat_interleave(size, 1)
-    return left @ (right * powers_of_two(w_scale).float().t().repeat_interleave(size, 0))
+    if weight_mode == 3:
+        return mx_restore(x, x_scale) @ mx_restore(weight.t(), weight_scale).t()
+    scaled = exact_matmul(x, weight) * x_scale.double().reshape(-1, 1)
+    return (scaled * weight_scale.double().reshape(1, -1)).float()
 
 
-def _requantize(mode: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize the compressed query as the second product takes it."""
-    if mode == 3:
-        values, codes = quantize_blocks(normed, 32, torch.float8_e4m3fn)
-        return values, codes.view(torch.float8_e8m0fnu)
-    return quantize_rows(normed, torch.int8 if mode in (1, 2) else torch.float8_e4m3fn)
+def _quantized_norm(
+    weight_mode: int, normed: torch.Tensor, smooth: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantize the normed query latent as the second product needs it: (values, scale)."""
+    if weight_mode == 0:
+        return normed.to(_BF16), None
+    if weight_mode == 3:
+        return mx_rows(normed.to(_BF16), dtype)
+    if smooth is not None:
+        normed = normed * smooth.reshape(1, -1)
+    return quantize_rows(normed, dtype)
+
+
+def _packed_rows(
+    latent: torch.Tensor,
+    rotated: torch.Tensor,
+    alpha: torch.Tensor | None,
+    dtype: torch.dtype,
+    tile: int,
+) -> torch.Tensor:
+    """Return rows of 656 bytes: 512 values, 64 rotated components in bf16, 4 fp32 scales.
+
+    A tile's scale is its largest magnitude, times ``alpha`` where given, over the dtype's largest
+    number; ``alpha`` below one clips.
+    """
+    tiles = latent.reshape(latent.shape[0], -1, tile)
+    bound = tiles.abs().amax(-1, keepdim=True)
+    if alpha is not None:
+        bound = bound * alpha
+    scale = bound / largest(dtype)
+    values = saturate(by_scale(tiles.clamp(-bound, bound), scale), dtype)
+    parts = (values.reshape(latent.shape), rotated.to(_BF16), scale.squeeze(-1))
+    row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+    return row.view(dtype)
+
+
+def _cache_rows(
+    modes: _Modes,
+    latent: torch.Tensor,
+    rotated: torch.Tensor,
+    given: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the rows of both caches from the normed latent and the rotated key, in fp32."""
+    if modes.kv == 0:
+        return latent.to(_BF16), rotated.to(_BF16)
+    if modes.kv == 3:
+        alpha = given.get("k_nope_clip_alpha")
+        return _packed_rows(latent, rotated, alpha, dtype, modes.tile), None
+    rows = saturate(latent * given["quant_scale_ckv"].reshape(1, -1), dtype)
+    if modes.kv == 1:
+        return rows, rotated.to(_BF16)
+    return rows, saturate(rotated * given["quant_scale_ckr"].reshape(1, -1), dtype)
 
 
 def _compute(
     op: str,
-    mode: int,
+    modes: _Modes,
     token_x: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     gammas: tuple[torch.Tensor, torch.Tensor],
     rope: tuple[torch.Tensor, torch.Tensor],
+    kv_dtype: torch.dtype,
     scales: dict[str, torch.Tensor | None],
     epsilons: tuple[float, float],
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> _Outputs:
-    """Compute all outputs as (tokens, ...) CPU tensors, the caches' rows in bf16.
-
-    Source of the formulas: the documentation of the op in op-plugin and ops-transformer. A matrix
-    product rounds to bf16; a quantized one multiplies its scales in first. RMS norm and RoPE are
-    computed in fp32.
-    """
+    """Compute all outputs as (tokens, ...) CPU tensors; RMS norm and RoPE are in fp32."""
     dq, uq_qr, uk, dkv_kr = (host(w, op) for w in weights)
     gamma_cq, gamma_ckv = (host(g, op) for g in gammas)
     sin, cos = (host(r, op).reshape(-1, r.shape[-1]) for r in rope)
@@ -114,59 +165,54 @@ def _compute(
     x = host(token_x, op).reshape(-1, token_x.shape[-1])
     heads, nope, kv_lora = uk.shape
 
-    def of_weight(name: str, columns: int) -> torch.Tensor | None:
-        # One scale a channel is given as (1, N), MX scales as (N, K / 32).
+    def down(weight: torch.Tensor, name: str) -> torch.Tensor:
         scale = given.get(f"dequant_scale_{name}")
-        return None if scale is None else scale.reshape(columns, -1)
+        return _scaled_product(modes.weight, x, given.get("dequant_scale_x"), weight, scale)
 
-    x_scale = given.get("dequant_scale_x")
-    if x_scale is not None:
-        x_scale = x_scale.reshape(x.shape[0], -1)
-    low = _times(x, dq, x_scale, of_weight("w_dq", dq.shape[1])).to(_BF16)
-    kv = _times(x, dkv_kr, x_scale, of_weight("w_dkv_kr", dkv_kr.shape[1])).to(_BF16)
-    normed = rms_norm(low, gamma_cq, epsilons[0], scale=factors[0])
-    query_norm, norm_scale = normed.to(_BF16), None
-    if mode != 0:
-        if (smooth := given.get("smooth_scales_cq")) is not None:
-            normed = normed * smooth.float().reshape(1, -1)
-        query_norm, norm_scale = _requantize(mode, normed)
-    q = _times(query_norm, uq_qr, norm_scale, of_weight("w_uq_qr", uq_qr.shape[1])).to(_BF16)
+    normed = rms_norm(down(dq, "w_dq"), gamma_cq, epsilons[0], scale=factors[0])
+    query_norm, norm_scale = _quantized_norm(
+        modes.weight, normed, given.get("smooth_scales_cq"), uq_qr.dtype
+    )
+    q = _scaled_product(
+        modes.weight, query_norm, norm_scale, uq_qr, given.get("dequant_scale_w_uq_qr")
+    )
     q = q.view(x.shape[0], heads, -1)
-    query = torch.einsum("thn,hnl->thl", q[..., :nope].float(), uk.float()).to(_BF16)
-    query_rope = interleaved_rope(q[..., nope:], cos[:, None], sin[:, None]).to(_BF16)
-    latent = rms_norm(kv[:, :kv_lora], gamma_ckv, epsilons[1], scale=factors[1]).to(_BF16)
-    key = interleaved_rope(kv[:, kv_lora:], cos, sin).to(_BF16)
-    return _Outputs(query, query_rope, latent, key, query_norm, norm_scale)
+    q_nope = q[..., :nope].to(_BF16)
+    query = torch.einsum("thn,hnl->thl", q_nope.float(), uk.float()).to(_BF16)
+    query_rope = interleaved_rope(q[..., nope:], cos[:, None], sin[:, None])
+    query_scale: torch.Tensor | None = None
+    if modes.query:
+        query, query_scale = quantize_rows(query, kv_dtype)
+        # The attention kernel multiplies both parts of a score by one scale, query times latent's.
+        query_rope = query_rope.to(_BF16).float() * given["quant_scale_ckv"]
+        query_rope = by_scale(query_rope, query_scale)
+    kv = down(dkv_kr, "w_dkv_kr")
+    latent = rms_norm(kv[:, :kv_lora], gamma_ckv, epsilons[1], scale=factors[1])
+    rotated = interleaved_rope(kv[:, kv_lora:], cos, sin)
+    kv_rows, kr_rows = _cache_rows(modes, latent, rotated, given, kv_dtype)
+    return _Outputs(
+        query, query_rope.to(_BF16), query_scale, kv_rows, kr_rows, query_norm, norm_scale
+    )
 
 
-def _cache_rows(
+def _slots(
     op: str,
-    kv_mode: int,
-    tile: int,
-    out: _Outputs,
-    dtype: torch.dtype,
-    scales: dict[str, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the rows that go into kv_cache and kr_cache; None where they are packed into one."""
-    if kv_mode == 0:
-        return out.latent, out.key
-    if kv_mode == 3:
-        tokens = out.latent.shape[0]
-        values, tile_scales = quantize_rows(out.latent.view(tokens, -1, tile), dtype)
-        row = torch.empty(tokens, values[0].numel() + 2 * out.key.shape[1] + 4 * values.shape[1],
-                          dtype=torch.uint8)  # fmt: skip
-        at = 0
-        for part in (values.reshape(tokens, -1), out.key, tile_scales.reshape(tokens, -1)):
-            raw = part.contiguous().view(torch.uint8)
-            row[:, at : at + raw.shape[1]] = raw
-            at += raw.shape[1]
-        return row.view(dtype), None
-    found = []
-    for rows, name in ((out.latent, "quant_scale_ckv"), (out.key, "quant_scale_ckr")):
-        scale = scales.get(name)
-        factor = None if scale is None else host(scale, op).reshape(-1)
-        found.append(rows if factor is None else to_eight_bits(rows.float() * factor, dtype))
-    return found[0], found[1]
+    mode: str,
+    token_x: torch.Tensor,
+    size: int,
+    index: torch.Tensor | None,
+    ends: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return each token's slot in a paged cache."""
+    assert index is not None
+    slots = host(index, op).reshape(-1)
+    if "BLK" not in mode:
+        return slots
+    if token_x.dim() == 3:
+        return page_slots(slots, [token_x.shape[1]] * token_x.shape[0], size)
+    assert ends is not None
+    bounds = [0, *host(ends, op).tolist()]
+    return page_slots(slots, [b - a for a, b in pairwise(bounds)], size)
 
 
 def _store(
@@ -175,21 +221,15 @@ def _store(
     rows: tuple[torch.Tensor, torch.Tensor | None],
     kv_cache: torch.Tensor,
     kr_cache: torch.Tensor,
-    index: torch.Tensor | None,
+    slots: torch.Tensor | None,
 ) -> None:
-    for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
-        if row is None:
+    for cache, rows in ((kv_cache, out.kv_rows), (kr_cache, out.kr_rows)):
+        if rows is None:
             continue
-        target = host(cache, op)
-        if target.element_size() == 1:
-            # Few ops of the host take every 8-bit dtype; bytes are bytes.
-            target, row = target.view(torch.uint8), row.view(torch.uint8)
-        if mode in ("BSND", "TND"):
-            write_whole(target, row)
+        if slots is None:
+            write_whole(host(cache, op), rows)
         else:
-            assert index is not None
-            slots = host(index, op).reshape(-1)
-            write_slots(op, target, row, slots, nz=mode == "PA_NZ")
+            write_slots(op, host(cache, op), rows, slots, nz=mode.endswith("_NZ"))
 
 
 def _shaped(rows: torch.Tensor, token_x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +278,14 @@ def _v3(
     kv_cache_dtype: int | None = None,
     **scales: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm)."""
+    """(query, query_rope, dequant_scale_q_nope, query_norm, dequant_scale_q_norm).
+
+    Shapes for a (tokens, hidden) input: (tokens, heads, kv_lora_rank), (tokens, heads, rope),
+    (tokens, heads, 1), (tokens, q_lora_rank), (tokens, 1) or in weight mode 3 (tokens,
+    q_lora_rank / 32). The third is empty without query mode 1, the last two without
+    ``query_norm_flag``.
+    """
+    scales["k_nope_clip_alpha"] = k_nope_clip_alpha
     weights = (weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr)
     gammas, rope = (rmsnorm_gamma_cq, rmsnorm_gamma_ckv), (rope_sin, rope_cos)
     validators.npu_mla_prolog_v3(
@@ -251,29 +298,35 @@ def _v3(
         ckvkr_repo_mode=ckvkr_repo_mode,
         quant_scale_repo_mode=quant_scale_repo_mode,
         tile_size=tile_size,
+        actual_seq_len=optional_spec(actual_seq_len),
         scales={name: optional_spec(s) for name, s in scales.items()},
+        dtypes={
+            "token_x_dtype": token_x_dtype,
+            "weight_dq_dtype": weight_dq_dtype,
+            "weight_uq_qr_dtype": weight_uq_qr_dtype,
+            "weight_dkv_kr_dtype": weight_dkv_kr_dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+        },
         op=op,
         **where(),
     )
-    unsupported_unless(weight_quant_mode != 5, op, f"weight_quant_mode {weight_quant_mode} (hif8)")
-    unsupported_unless(k_nope_clip_alpha is None, op, "k_nope_clip_alpha")
-    unsupported_unless(not cache_mode.startswith("PA_BLK"), op, f"cache_mode {cache_mode}")
+    unsupported_unless(weight_quant_mode != 5, op, "weight_quant_mode 5 (hifloat8)")
     out = _compute(
         op,
-        weight_quant_mode,
+        _Modes(weight_quant_mode, kv_cache_quant_mode, query_quant_mode, tile_size),
         token_x,
         weights,
         gammas,
         rope,
+        kv_cache.dtype,
         scales,
         (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv),
         (qc_qr_scale, kc_scale),
     )
-    rows = _cache_rows(op, kv_cache_quant_mode, tile_size, out, kv_cache.dtype, scales)
-    _store(op, cache_mode, rows, kv_cache, kr_cache, cache_index)
-    query, query_scale = out.query, None
-    if query_quant_mode:
-        query, query_scale = quantize_rows(out.query, kv_cache.dtype)
+    slots = None
+    if cache_mode.startswith("PA_"):
+        slots = _slots(op, cache_mode, token_x, kv_cache.shape[1], cache_index, actual_seq_len)
+    _store(op, cache_mode, out, kv_cache, kr_cache, slots)
     # Outputs that are not asked for hold no element from CANN 8.5, and one before.
     nothing = 0 if cann_key(place().cann) >= (8, 5) else 1
     empty = torch.zeros(nothing, dtype=torch.float32)
@@ -283,13 +336,21 @@ def _v3(
         else torch.zeros(nothing, dtype=out.query_norm.dtype)
     )
     norm_scale = empty
+    if weight_quant_mode == 3:
+        # The op gives its e8m0 output the dtype of its e8m0 input.
+        e8m0 = scales["dequant_scale_x"]
+        assert e8m0 is not None
+        norm_scale = torch.zeros(nothing, dtype=torch.uint8).view(e8m0.dtype)
+        if query_norm_flag and out.query_norm_scale is not None:
+            norm_scale = out.query_norm_scale.view(e8m0.dtype)
+    elif query_norm_flag and out.query_norm_scale is not None:
+        norm_scale = out.query_norm_scale
     if query_norm_flag:
         norm = out.query_norm.reshape(*token_x.shape[:-1], -1)
-        norm_scale = empty if out.query_norm_scale is None else out.query_norm_scale
     return (
         _shaped(query, token_x),
         _shaped(out.query_rope, token_x),
-        to_device(empty if query_scale is None else query_scale, token_x),
+        to_device(empty if out.query_scale is None else out.query_scale, token_x),
         to_device(norm, token_x),
         to_device(norm_scale, token_x),
     )
@@ -331,15 +392,17 @@ def _older(
     mode = 2 if token_x.dtype == torch.int8 else int(weight_uq_qr.dtype == torch.int8)
     out = _compute(
         op,
-        mode,
+        _Modes(mode),
         token_x,
         weights,
         (rmsnorm_gamma_cq, rmsnorm_gamma_ckv),
         (rope_sin, rope_cos),
+        kv_cache.dtype,
         scales,
         (rmsnorm_epsilon_cq, rmsnorm_epsilon_ckv),
     )
-    _store(op, cache_mode, (out.latent, out.key), kv_cache, kr_cache, cache_index)
+    slots = _slots(op, cache_mode, token_x, kv_cache.shape[1], cache_index, None)
+    _store(op, cache_mode, out, kv_cache, kr_cache, slots)
     return out
 
 

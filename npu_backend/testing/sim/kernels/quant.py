@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from npu_backend.testing.sim import validators
 from npu_backend.testing.sim.formats import copy_in_format, format_of
@@ -12,60 +13,32 @@ from npu_backend.testing.sim.kernels.base import (
     decode_scale,
     dtype_of,
     host,
-    int8_matmul,
     optional_spec,
-    powers_of_two,
+    place,
     spec,
     to_device,
     unsupported_unless,
     where,
 )
-from npu_backend.testing.sim.spec import FORMAT_NZ
+from npu_backend.testing.sim.kernels.quantize import (
+    EIGHT_BIT_FLOATS,
+    exact_matmul,
+    mx_restore,
+    mx_rows,
+    quantize_rows,
+)
+from npu_backend.testing.sim.spec import FORMAT_NZ, TensorSpec
+from npu_backend.testing.sim.validators.quant import E8M0
 
-__all__ = ["FAKES", "KERNELS", "quantize_blocks", "quantize_rows", "to_eight_bits"]
+__all__ = ["FAKES", "KERNELS"]
 
 _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int32: (-(2**31), 2**31 - 1)}
-# Exponent of the largest normal number of each dtype.
-_EMAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+# torch_npu's number of its e8m0; older torch has no dtype for it, and such scales are bytes.
+_E8M0_NUMBER = 293
 
 
-def to_eight_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round fp32 values to int8 or an fp8 dtype, saturated."""
-    if dtype == torch.int8:
-        return values.round().clamp(-128, 127).to(torch.int8)
-    bound = torch.finfo(dtype).max
-    return values.clamp(-bound, bound).to(dtype)
-
-
-def quantize_rows(
-    values: torch.Tensor, dtype: torch.dtype = torch.int8
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (..., K) with one scale a row: (8-bit values, fp32 scales (..., 1))."""
-    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = values.float().abs().amax(-1, keepdim=True) / largest
-    # A row of zeros has the scale zero and stays zero.
-    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return to_eight_bits(values.float() / safe, dtype), scale
-
-
-def quantize_blocks(
-    values: torch.Tensor, size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise (..., K) with a power of two for each block: (fp8 values, codes (..., blocks)).
-
-    A code is the exponent plus 127, as uint8; a block that is not full is filled with zeros.
-    """
-    length = values.shape[-1]
-    blocks = -(-length // size)
-    padded = torch.nn.functional.pad(values.float(), (0, blocks * size - length))
-    grouped = padded.reshape(*padded.shape[:-1], blocks, size)
-    largest = grouped.abs().amax(-1, keepdim=True)
-    # frexp gives [0.5, 1) times 2**e, so floor(log2(v)) is e - 1; an empty block scales by 2**-127.
-    exponent = torch.frexp(largest).exponent - 1 - _EMAX[dtype]
-    exponent = torch.where(largest == 0, torch.full_like(exponent, -127), exponent)
-    exponent = exponent.clamp(-127, 127)
-    quantized = to_eight_bits(torch.ldexp(grouped, -exponent), dtype).flatten(-2)[..., :length]
-    return quantized, (exponent.squeeze(-1) + 127).to(torch.uint8)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def npu_dynamic_quant(
@@ -77,16 +50,12 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int8 values, fp32 scales): one scale a token, the last dimension dropped."""
+    """(int8 or fp8 values, fp32 scales): one scale a token, the last dimension dropped."""
     op = "npu_dynamic_quant"
     unsupported_unless(group_index is None, op, "group_index")
     target = dtype_of(dst_type, torch.int8, op)
-    unsupported_unless(target in (torch.int8, *_EMAX), op, f"dst_type {target}")
     validators.npu_dynamic_quant(
-        spec(x),
-        smooth_scales=optional_spec(smooth_scales),
-        dst_type=str(target).removeprefix("torch."),
-        **where(),
+        spec(x), smooth_scales=optional_spec(smooth_scales), dst_type=_name(target), **where()
     )
     unsupported_unless(quant_mode == "pertoken", op, f"quant_mode {quant_mode}")
     unsupported_unless(dst_type_max == 0.0, op, f"dst_type_max {dst_type_max}")
@@ -108,20 +77,48 @@ def npu_dynamic_mx_quant(
     dst_type_max: float = 0.0,
     max_low_bound: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp8 values, exponents as uint8): one power of two a block, blocks in pairs (..., n/2, 2)."""
+    """(fp8 values, e8m0 bytes as uint8): one power of two a block, blocks in pairs (..., n/2, 2).
+
+    An odd number of blocks is filled up with a zero byte. torch_npu hands the bytes out as uint8 on
+    every line; an op that wants e8m0 takes their view.
+    """
     op = "npu_dynamic_mx_quant"
     validators.npu_dynamic_mx_quant(spec(x), axis=axis, block_size=block_size, **where())
     target = dtype_of(dst_type, torch.int8, op)
-    unsupported_unless(target in _EMAX, op, f"dst_type {dst_type}")
+    unsupported_unless(target in EIGHT_BIT_FLOATS, op, f"dst_type {dst_type}")
     unsupported_unless(scale_alg in (0, None), op, f"scale_alg {scale_alg}")
     unsupported_unless(round_mode == "rint", op, f"round_mode {round_mode}")
     unsupported_unless(dst_type_max == 0.0 and max_low_bound == 0.0, op, "a bound of the dtype")
-    values, codes = quantize_blocks(host(x, op).movedim(axis, -1), block_size, target)
-    quantized, blocks = values.movedim(-1, axis), codes.shape[-1]
-    codes = torch.nn.functional.pad(codes, (0, blocks % 2))
+    values = host(x, op).float().movedim(axis, -1)
+    quantized, codes = mx_rows(values, target, block_size)
+    codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
     codes = codes.reshape(*codes.shape[:-1], -1, 2)
     place_of_axis = axis % x.dim()
-    return to_device(quantized, x), to_device(codes.movedim(-2, place_of_axis), x)
+    return (
+        to_device(quantized.movedim(-1, axis), x),
+        to_device(codes.movedim(-2, place_of_axis), x),
+    )
+
+
+def _as_e8m0(tensor: torch.Tensor | None, number: int | None, op: str) -> TensorSpec | None:
+    """Describe a scale; one-byte scales that a dtype argument calls e8m0 are e8m0."""
+    found = optional_spec(tensor)
+    if number is None or found is None or tensor is None:
+        return found
+    unsupported_unless(number == _E8M0_NUMBER, op, f"a scale of dtype number {number}")
+    if tensor.element_size() != 1:
+        raise place().reject(op, f"a scale that is called e8m0 is {found.dtype}, must be a byte")
+    return evolve(found, dtype=E8M0)
+
+
+def _mx_product(
+    x1: torch.Tensor, x2: torch.Tensor, scale: torch.Tensor, pertoken: torch.Tensor
+) -> torch.Tensor:
+    """(..., M, K) x (K, N) in fp32, with e8m0 scales (M, n, 2) and (n, N, 2)."""
+    left = mx_restore(x1, pertoken.view(torch.uint8).flatten(1))
+    weight = x2.t().contiguous()
+    right = mx_restore(weight, scale.view(torch.uint8).transpose(0, 1).flatten(1))
+    return left @ right.t()
 
 
 def npu_quant_matmul(
@@ -135,36 +132,45 @@ def npu_quant_matmul(
     output_dtype: Any = None,
     group_sizes: Any = None,
     y_scale: torch.Tensor | None = None,
+    scale_dtype: int | None = None,
+    pertoken_scale_dtype: int | None = None,
     **dtypes: int | None,
 ) -> torch.Tensor:
-    """8-bit (..., M, K) x (..., K, N), scaled to ``output_dtype`` (int8 where it is None)."""
+    """int8 or fp8 (..., M, K) x (..., K, N), scaled to ``output_dtype`` (int8 where it is None)."""
     op = "npu_quant_matmul"
     named = [n for n in ("x1_dtype", "x2_dtype") if dtypes.get(n) is not None]
     unsupported_unless(not named, op, f"the arguments {named}")
     unsupported_unless(y_scale is None, op, "y_scale")
-    scale_dtypes = (dtypes.get("scale_dtype"), dtypes.get("pertoken_scale_dtype"))
+    target = dtype_of(output_dtype, torch.int8, op)
+    scale_spec = _as_e8m0(scale, scale_dtype, op)
+    assert scale_spec is not None
+    by_blocks = scale_spec.dtype == E8M0
+    unsupported_unless(by_blocks or not any(group_sizes or ()), op, f"group_sizes {group_sizes}")
     validators.npu_quant_matmul(
         spec(x1),
         spec(x2),
-        spec(scale),
-        pertoken_scale=optional_spec(pertoken_scale),
+        scale_spec,
+        pertoken_scale=_as_e8m0(pertoken_scale, pertoken_scale_dtype, op),
         bias=optional_spec(bias),
-        group_sizes=tuple(group_sizes or ()),
-        scale_dtypes=scale_dtypes,
+        output_dtype=_name(target),
+        group_sizes=group_sizes,
         **where(),
     )
-    if scale_dtypes != (None, None):
+    if by_blocks:
         assert pertoken_scale is not None
-        unsupported_unless(bias is None and offset is None, op, "an MX product with bias or offset")
-        return _mx_matmul(op, x1, x2, scale, pertoken_scale, output_dtype)
-    target = dtype_of(output_dtype, torch.int8, op)
-    product = int8_matmul(host(x1, op), host(x2, op))  # float64 holds fp8 products exactly too
-    if bias is not None and bias.dtype == torch.int32:
+        product = _mx_product(host(x1, op), host(x2, op), host(scale, op), host(pertoken_scale, op))
+        if bias is not None:
+            product = product + host(bias, op)
+        return to_device(product.to(target), x1)
+    product = exact_matmul(host(x1, op), host(x2, op))
+    # A bias of the accumulator's dtype is added before scaling; an fp8 product accumulates in fp32.
+    early = torch.int32 if x1.dtype == torch.int8 else torch.float32
+    if bias is not None and bias.dtype == early:
         product = product + host(bias, op)
     product = product * decode_scale(host(scale, op))
     if pertoken_scale is not None:
         product = product * host(pertoken_scale, op).float().unsqueeze(-1)
-    if bias is not None and bias.dtype != torch.int32:
+    if bias is not None and bias.dtype != early:
         product = product + host(bias, op).float()
     if target in _BOUNDS:
         if offset is not None:

@@ -103,6 +103,7 @@ def batch_matmul_transpose(
     soc: str = "A3",
     cann: str | None = None,
     line: str | None = None,
+    op: str = "batch_matmul_transpose",
 ) -> None:
     """Check a call of sgl-kernel-npu's ``batch_matmul_transpose`` without memory.
 
@@ -115,11 +116,11 @@ def batch_matmul_transpose(
         soc: Chip or family.
         cann: CANN version; the newest known by default.
         line: TorchNPU line; the one paired with ``cann`` by default.
+        op: Name of the figures and for the messages.
 
     Raises:
         OpRejectedError: The op would refuse the call, or read a non-contiguous tensor wrongly.
     """
-    op = "batch_matmul_transpose"
     place = Place.of(soc, cann, line)
     check = Check(op, place)
     place.check_chip(op)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from npu_backend.testing.sim.limits import Place
 from npu_backend.testing.sim.spec import TensorSpec
 from npu_backend.testing.sim.validators.base import Check
+from npu_backend.testing.sim.validators.prolog_modes import Dims, Modes, check_arguments
 
 __all__ = ["npu_mla_prolog", "npu_mla_prolog_v2", "npu_mla_prolog_v3"]
 
@@ -20,8 +21,8 @@ def _weights(
     weight_uq_qr: TensorSpec,
     weight_uk: TensorSpec,
     weight_dkv_kr: TensorSpec,
-) -> tuple[int, int, int]:
-    """Check the weights' shapes; return (q_lora_rank, kv_lora_rank, rope)."""
+) -> Dims:
+    """Check the weights' shapes and formats; return the call's sizes."""
     place = check.place
     check.rank("token_x", token_x, 2, 3)
     for name, spec in (("weight_dq", weight_dq), ("weight_uq_qr", weight_uq_qr)):
@@ -48,47 +49,62 @@ def _weights(
     check.nz(weight_dq=weight_dq, weight_uq_qr=weight_uq_qr, weight_dkv_kr=weight_dkv_kr)
     check.nd(weight_uk=weight_uk)
     check.dtype("weight_uk", weight_uk, place.value(_V3, "dtypes"))
-    return q_lora, kv_lora, rope
+    tokens = 1
+    for size in token_x.shape[:-1]:
+        tokens *= size
+    return Dims(tokens, hidden, q_lora, heads, nope, kv_lora, rope)
 
 
 def _dtypes(
-    check: Check, mode: int, token_x: TensorSpec, dq: TensorSpec, uq_qr: TensorSpec, dkv: TensorSpec
+    check: Check,
+    modes: Modes,
+    token_x: TensorSpec,
+    dq: TensorSpec,
+    uq_qr: TensorSpec,
+    dkv: TensorSpec,
 ) -> None:
     floats = check.place.value(_V3, "dtypes")
-    quantized = {0: (), 1: ("weight_uq_qr",)}.get(
-        mode, ("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr")
-    )
-    eight_bit = {3: ("float8_e4m3fn",), 4: ("float8_e4m3fn",), 5: ("uint8", "bits8")}
     named = {"token_x": token_x, "weight_dq": dq, "weight_uq_qr": uq_qr, "weight_dkv_kr": dkv}
     for name, spec in named.items():
-        allowed = eight_bit.get(mode, ("int8",)) if name in quantized else floats
-        check.dtype(f"{name} in weight_quant_mode {mode}", spec, allowed)
+        quantized = modes.all_quantized or (modes.weight == 1 and name == "weight_uq_qr")
+        allowed = modes.eight_bit(check.place) if quantized else floats
+        check.dtype(f"{name} in weight_quant_mode {modes.weight}", spec, allowed)
+
+
+def _cache_mode(check: Check, modes: Modes, cache_mode: str, token_x: TensorSpec) -> None:
+    place = check.place
+    check.one_of("cache_mode", cache_mode, place.value(_V3, "cache_modes"))
+    if modes.packed:
+        allowed = place.value(_V3, "packed_cache_modes")
+        check.one_of("cache_mode with kv_cache_quant_mode 3", cache_mode, allowed)
+    flat = token_x.rank == 2
+    other = "BSND" if flat else "TND"
+    check.that(
+        cache_mode != other,
+        f"cache_mode {other} is not supported with a {token_x.rank}D token_x",
+    )
 
 
 def _caches(
     check: Check,
+    modes: Modes,
     cache_mode: str,
     kv_cache: TensorSpec,
     kr_cache: TensorSpec,
-    kv_width: int,
-    rope: int,
+    leading: tuple[int, ...],
+    dims: Dims,
 ) -> None:
     place = check.place
-    check.one_of("cache_mode", cache_mode, place.value(_V3, "cache_modes"))
-    paged = cache_mode.startswith("PA_")
+    width = place.value(_V3, "packed_kv_width") if modes.packed else dims.kv_lora
     rank = 3 if cache_mode == "TND" else 4
     check.rank("kv_cache", kv_cache, rank)
-    check.rank("kr_cache", kr_cache, rank)
     check.that(
-        kv_cache.shape[-1] == kv_width,
-        f"kv_cache's last dimension should be {kv_width}, but is {kv_cache.shape[-1]}",
-    )
-    check.that(
-        kr_cache.shape[-1] in (rope, 0),
-        f"kr_cache's last dimension should be {rope}, but is {kr_cache.shape[-1]}",
+        kv_cache.shape[-1] == width,
+        f"kv_cache's last dimension should be {width}, but is {kv_cache.shape[-1]}",
     )
     check.that(kv_cache.shape[-2] == 1, f"kv_cache has {kv_cache.shape[-2]} KV heads, must be 1")
-    if paged:
+    check.dtype(f"kv_cache in {modes}", kv_cache, modes.kv_dtypes(place))
+    if cache_mode.startswith("PA_"):
         size = kv_cache.shape[1]
         low, high = place.value(_V3, "block_size_min"), place.value(_V3, "block_size_max")
         step = place.value(_V3, "block_size_multiple")
@@ -96,6 +112,56 @@ def _caches(
             low <= size <= high and size % step == 0,
             f"block size {size} must be {low}..{high} in steps of {step}",
         )
+    else:
+        check.shape("kv_cache", kv_cache, *leading, 1, width)
+    if modes.packed:
+        check.that(
+            0 in kr_cache.shape,
+            f"kr_cache must be empty with ckvkr_repo_mode 1, but has shape {kr_cache.shape}",
+        )
+        return
+    check.shape("kr_cache", kr_cache, *kv_cache.shape[:-1], dims.rope)
+    check.dtype(f"kr_cache in {modes}", kr_cache, modes.kr_dtypes(place))
+
+
+def _index(
+    check: Check,
+    cache_mode: str,
+    block: int,
+    leading: tuple[int, ...],
+    cache_index: TensorSpec | None,
+    actual_seq_len: TensorSpec | None,
+) -> None:
+    if not cache_mode.startswith("PA_"):
+        check.that(cache_index is None, f"cache_index must not be given in cache_mode {cache_mode}")
+        return
+    if cache_index is None:
+        raise check.place.reject(check.op, f"cache_index is needed in cache_mode {cache_mode}")
+    check.dtype("cache_index", cache_index, ("int64",))
+    if "BLK" not in cache_mode:
+        check.shape("cache_index", cache_index, *leading)
+    elif len(leading) == 2:
+        check.shape("cache_index", cache_index, leading[0], -(-leading[1] // block))
+    else:
+        check.rank("cache_index", cache_index, 1)
+        if actual_seq_len is None:
+            raise check.place.reject(
+                check.op, f"actual_seq_len is needed in cache_mode {cache_mode} with a 2D token_x"
+            )
+        check.rank("actual_seq_len", actual_seq_len, 1)
+        check.dtype("actual_seq_len", actual_seq_len, ("int32",))
+
+
+def _repository(check: Check, modes: Modes, ckvkr: int, scales: int, tile: int) -> None:
+    wanted = int(modes.packed)
+    for name, value in (("ckvkr_repo_mode", ckvkr), ("quant_scale_repo_mode", scales)):
+        check.that(
+            value == wanted,
+            f"{name} = {value} must be {wanted} with kv_cache_quant_mode {modes.kv}",
+        )
+    if modes.packed:
+        only = check.place.value(_V3, "packed_tile")
+        check.that(tile == only, f"tile_size = {tile} must be {only}")
 
 
 def _cache_dtypes(
@@ -184,7 +250,9 @@ def npu_mla_prolog_v3(
     ckvkr_repo_mode: int = 0,
     quant_scale_repo_mode: int = 0,
     tile_size: int = 128,
+    actual_seq_len: TensorSpec | None = None,
     scales: dict[str, TensorSpec | None] | None = None,
+    dtypes: dict[str, int | None] | None = None,
     soc: str = "A3",
     cann: str | None = None,
     line: str | None = None,
@@ -202,17 +270,22 @@ def npu_mla_prolog_v3(
         rmsnorm_gamma_ckv: (kv_lora_rank,).
         rope_sin: (tokens, rope), or (batch, length, rope).
         rope_cos: As ``rope_sin``.
-        kv_cache: (blocks, block size, 1, kv_lora_rank) for paged modes.
-        kr_cache: (blocks, block size, 1, rope) for paged modes.
-        cache_index: int64, one slot a token, for ``PA_BSND`` and ``PA_NZ``.
+        kv_cache: (blocks, block size, 1, kv_lora_rank) for paged modes, (tokens, 1, kv_lora_rank)
+            for ``TND``, (batch, length, 1, kv_lora_rank) for ``BSND``; 656 wide in
+            kv_cache_quant_mode 3.
+        kr_cache: As ``kv_cache``, rope wide; empty in kv_cache_quant_mode 3.
+        cache_index: int64: one slot a token for ``PA_BSND`` and ``PA_NZ``, one block a page for
+            ``PA_BLK_BSND`` and ``PA_BLK_NZ``, none for the others.
         cache_mode: One of the op's cache modes.
-        weight_quant_mode: 0 to 5.
-        kv_cache_quant_mode: 0 to 3.
-        query_quant_mode: 0 or 1.
-        ckvkr_repo_mode: 1 where latent and key are packed into kv_cache, else 0.
-        quant_scale_repo_mode: As ``ckvkr_repo_mode``.
-        tile_size: Latents that share a scale in a packed cache.
-        scales: The scale arguments by name.
+        weight_quant_mode: 0 none, 1 int8 weight_uq_qr, 2 int8, 3 MXFP8, 4 fp8, 5 hifloat8.
+        kv_cache_quant_mode: 0 none, 1 per tensor, 2 per channel, 3 per tile, packed.
+        query_quant_mode: 0 none, 1 per token and head.
+        ckvkr_repo_mode: 1 where latent and rotated key share a row, else 0.
+        quant_scale_repo_mode: 1 where the scales are in that row, too, else 0.
+        tile_size: Latents a scale of kv_cache_quant_mode 3.
+        actual_seq_len: int32 (batch,), ends of the sequences; for paged blocks and 2D ``token_x``.
+        scales: The scale arguments by name, ``k_nope_clip_alpha`` among them.
+        dtypes: The ``*_dtype`` arguments by name, for hifloat8.
         soc: Chip or family.
         cann: CANN version; the newest known by default.
         line: TorchNPU line; the one paired with ``cann`` by default.
@@ -226,56 +299,29 @@ def npu_mla_prolog_v3(
     place.check_line(op)
     place.check_chip(_V3)
     check.one_of("weight_quant_mode", weight_quant_mode, place.value(_V3, "weight_quant_modes"))
-    modes = (weight_quant_mode, kv_cache_quant_mode, query_quant_mode)
+    modes = Modes(weight_quant_mode, kv_cache_quant_mode, query_quant_mode)
     legal = [tuple(row) for row in place.value(_V3, "mode_triples")]
-    check.one_of("(weight, kv_cache, query) quant modes", modes, legal)
-    q_lora, kv_lora, rope = _weights(
-        check, token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
-    )
-    _dtypes(check, weight_quant_mode, token_x, weight_dq, weight_uq_qr, weight_dkv_kr)
+    triple = (modes.weight, modes.kv, modes.query)
+    check.one_of("(weight, kv_cache, query) quant modes", triple, legal)
+    _repository(check, modes, ckvkr_repo_mode, quant_scale_repo_mode, tile_size)
+    dims = _weights(check, token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr)
+    _dtypes(check, modes, token_x, weight_dq, weight_uq_qr, weight_dkv_kr)
     leading = token_x.shape[:-1]
-    check.shape("rope_sin", rope_sin, *leading, rope)
-    check.shape("rope_cos", rope_cos, *leading, rope)
-    check.shape("rmsnorm_gamma_cq", rmsnorm_gamma_cq, q_lora)
-    check.shape("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, kv_lora)
+    check.shape("rope_sin", rope_sin, *leading, dims.rope)
+    check.shape("rope_cos", rope_cos, *leading, dims.rope)
+    check.shape("rmsnorm_gamma_cq", rmsnorm_gamma_cq, dims.q_lora)
+    check.shape("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, dims.kv_lora)
     floats = place.value(_V3, "dtypes")
     for name, spec in (("rope_sin", rope_sin), ("rope_cos", rope_cos)):
         check.dtype(name, spec, floats)
     check.dtype("rmsnorm_gamma_cq", rmsnorm_gamma_cq, floats)
     check.dtype("rmsnorm_gamma_ckv", rmsnorm_gamma_ckv, floats)
-    width = place.value(_V3, "packed_kv_width") if kv_cache_quant_mode == 3 else kv_lora
-    _caches(check, cache_mode, kv_cache, kr_cache, width, rope)
-    _cache_dtypes(check, modes, kv_cache, kr_cache, floats)
-    packed = kv_cache_quant_mode == 3
-    repos = (ckvkr_repo_mode, quant_scale_repo_mode)
-    check.one_of("(ckvkr_repo_mode, quant_scale_repo_mode)", repos, ((1, 1) if packed else (0, 0),))
-    check.that(
-        packed == (0 in kr_cache.shape),
-        "kr_cache must hold no element where it is packed, and must hold the key elsewhere",
-    )
-    if packed:
-        check.one_of(
-            "cache_mode of a packed cache", cache_mode, place.value(_V3, "packed_cache_modes")
-        )
-        check.one_of("tile_size", tile_size, (128,))
-    if cache_mode in ("PA_BSND", "PA_NZ"):
-        check.that(cache_index is not None, f"cache_index is needed in cache_mode {cache_mode}")
-    if cache_index is not None:
-        check.dtype("cache_index", cache_index, ("int64",))
-        if cache_mode in ("PA_BSND", "PA_NZ"):
-            check.shape("cache_index", cache_index, *leading)
+    _cache_mode(check, modes, cache_mode, token_x)
+    _caches(check, modes, cache_mode, kv_cache, kr_cache, leading, dims)
+    block = kv_cache.shape[1] if cache_mode.startswith("PA_") else 1
+    _index(check, cache_mode, block, leading, cache_index, actual_seq_len)
     given = scales or {}
-    rows = 1
-    for size in leading:
-        rows *= size
-    sizes = {
-        "x": (rows, token_x.shape[-1]),
-        "w_dq": (q_lora, token_x.shape[-1]),
-        "w_uq_qr": (weight_uq_qr.shape[1], q_lora),
-        "w_dkv_kr": (kv_lora + rope, token_x.shape[-1]),
-    }
-    _scales(check, weight_quant_mode, given, sizes)
-    _quant_scales(check, kv_cache_quant_mode, given, kv_lora, rope)
+    check_arguments(check, modes, dims, given, dtypes or {})
     check.contiguous(
         token_x=token_x,
         weight_dq=weight_dq,
@@ -289,6 +335,7 @@ def npu_mla_prolog_v3(
         kv_cache=kv_cache,
         kr_cache=kr_cache,
         cache_index=cache_index,
+        actual_seq_len=actual_seq_len,
         **given,
     )
 

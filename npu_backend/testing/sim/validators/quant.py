@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from npu_backend.testing.sim.limits import Place
 from npu_backend.testing.sim.spec import FORMAT_ND, FORMAT_NZ, TensorSpec
 from npu_backend.testing.sim.validators.base import Check
 
 __all__ = [
+    "E8M0",
     "castable",
     "npu_dynamic_mx_quant",
     "npu_dynamic_quant",
@@ -15,8 +18,7 @@ __all__ = [
     "npu_quantize",
 ]
 
-E8M0_NUMBER = 293
-"""torch_npu's own number of float8_e8m0fnu."""
+E8M0 = "float8_e8m0fnu"
 _HALVES = ("float16", "bfloat16")
 _EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
@@ -70,14 +72,12 @@ def npu_dynamic_quant(
     Raises:
         OpRejectedError: The op would refuse the call.
     """
+    op = "npu_dynamic_quant"
     place = Place.of(soc, cann, line)
-    check = Check("npu_dynamic_quant", place)
-    if dst_type != "int8":
-        check.one_of(
-            "chip for an fp8 dst_type", place.family, place.value("npu_quant_matmul", "fp8_soc")
-        )
-    check.dtype("x", x, _HALVES)
+    check = Check(op, place)
+    check.dtype("x", x, place.value(op, "dtypes"))
     check.that(x.rank >= 2, f"x should be at least 2D, but is {x.rank}D")
+    check.one_of("dst_type", dst_type, place.value(op, "dst_types"))
     if smooth_scales is not None:
         check.shape("smooth_scales", smooth_scales, x.shape[-1])
         check.that(
@@ -103,13 +103,67 @@ def npu_dynamic_mx_quant(
     place = Place.of(soc, cann, line)
     check = Check(op, place)
     place.check_line(op)
-    check.that(place.family == "A5", f"not supported on {place.family}, only on A5")
-    check.dtype("x", x, _HALVES)
+    place.check_chip(op)
+    check.dtype("x", x, place.value(op, "dtypes"))
     check.that(-x.rank <= axis < x.rank, f"axis {axis} is out of range for {x.rank} dimensions")
+    most, step = place.value(op, "block_size_max"), place.value(op, "block_size_multiple")
     check.that(
-        0 < block_size <= 1024 and block_size % 32 == 0,
-        f"block_size {block_size} must be a multiple of 32, 32..1024",
+        0 < block_size <= most and block_size % step == 0,
+        f"block_size {block_size} must be a multiple of {step}, {step}..{most}",
     )
+
+
+def _same_order(check: Check, name: str, tensor: TensorSpec, other: str, scale: TensorSpec) -> None:
+    """A tensor and its MX scale are both transposed views, or neither is.
+
+    The op looks at the strides: a view of (n, k) as (k, n) steps one row where k ends.
+    """
+
+    def turned(spec: TensorSpec) -> bool:
+        return spec.stride[1] == spec.stride[0] * spec.shape[0]
+
+    if (1, 1) in (tensor.shape[:2], scale.shape[:2]):
+        return
+    check.that(
+        turned(tensor) == turned(scale),
+        f"{name} and {other} must both be transposed or neither: strides {tensor.stride} and "
+        f"{scale.stride}",
+    )
+
+
+def _mx_matmul(
+    check: Check,
+    x1: TensorSpec,
+    x2: TensorSpec,
+    scale: TensorSpec,
+    pertoken_scale: TensorSpec | None,
+    group_sizes: Sequence[int],
+) -> None:
+    place, op = check.place, check.op
+    chips = place.value(op, "mx_soc")
+    check.that(
+        place.family in chips,
+        f"e8m0 scales are not supported on {place.family}, only on {', '.join(chips)}",
+    )
+    if pertoken_scale is None:
+        raise place.reject(op, "pertoken_scale is needed with an e8m0 scale")
+    check.dtype("pertoken_scale", pertoken_scale, (E8M0,))
+    for name, spec in (("x1", x1), ("x2", x2)):
+        check.that(spec.dtype.startswith("float8_"), f"{name} is {spec.dtype}, must be fp8")
+    check.rank("x2", x2, 2)
+    only = list(place.value(op, "mx_group_sizes"))
+    # Zeros leave it to the op to find the sizes from the shapes.
+    check.that(
+        not any(group_sizes) or list(group_sizes) == only,
+        f"group_sizes = {list(group_sizes)} must be {only}",
+    )
+    m, (k, n) = x1.shape[-2], x2.shape
+    pairs = -(-k // (2 * place.value(op, "mx_block")))
+    check.shape("pertoken_scale", pertoken_scale, m, pairs, 2)
+    check.shape("scale", scale, pairs, n, 2)
+    if x1.rank == 2:
+        _same_order(check, "x1", x1, "pertoken_scale", pertoken_scale)
+    _same_order(check, "x2", x2, "scale", scale)
 
 
 def npu_quant_matmul(
@@ -119,22 +173,22 @@ def npu_quant_matmul(
     *,
     pertoken_scale: TensorSpec | None = None,
     bias: TensorSpec | None = None,
-    group_sizes: tuple[int, ...] = (),
-    scale_dtypes: tuple[int | None, int | None] = (None, None),
+    output_dtype: str = "int8",
+    group_sizes: Sequence[int] | None = None,
     soc: str = "A3",
     cann: str | None = None,
     line: str | None = None,
 ) -> None:
-    """Check a call of ``npu_quant_matmul``: x1 (..., M, K) and x2 (..., K, N), both 8-bit.
+    """Check a call of ``npu_quant_matmul``: x1 (..., M, K) and x2 (..., K, N).
 
     Args:
-        x1: int8, or e4m3 on chips that have it.
-        x2: Of the same dtype.
-        scale: (1,) or (N,); MX: (K / 64, N, 2), one byte each.
-        pertoken_scale: (M,) float32; MX: (M, K / 64, 2), one byte each.
-        bias: (..., N).
-        group_sizes: MX: (1, 1, 32); else empty.
-        scale_dtypes: torch_npu's numbers of the two scales' dtypes; MX: 293 both.
+        x1: int8; on A5 also fp8.
+        x2: As ``x1``; a transposed view is welcome.
+        scale: (N,) or (1,); with e8m0 (ceil(K / 64), N, 2), transposed where ``x2`` is.
+        pertoken_scale: fp32 (M,), with fp8 also (1,); with e8m0 (M, ceil(K / 64), 2).
+        bias: (N,) or (batch, 1, N).
+        output_dtype: Name of the result's dtype.
+        group_sizes: [1, 1, 32] with e8m0 scales, or none; others are not looked at.
         soc: Chip or family.
         cann: CANN version; the newest known by default.
         line: TorchNPU line; the one paired with ``cann`` by default.
@@ -146,31 +200,40 @@ def npu_quant_matmul(
     place = Place.of(soc, cann, line)
     check = Check(op, place)
     check.that(x1.rank >= 2 and x2.rank >= 2, "x1 and x2 should be at least 2D")
-    check.dtype("x1", x1, ("int8", "float8_e4m3fn"))
-    check.dtype("x2", x2, (x1.dtype,))
-    if x1.dtype != "int8":
-        check.one_of("chip for fp8 inputs", place.family, place.value(op, "fp8_soc"))
+    dtypes = place.value(op, "dtypes")
+    check.dtype("x1", x1, dtypes)
+    check.dtype("x2", x2, dtypes)
+    fp8 = x1.dtype.startswith("float8_")
+    check.that(
+        fp8 == x2.dtype.startswith("float8_"), f"x1 is {x1.dtype} and x2 {x2.dtype}: not a pair"
+    )
     k, n = x2.shape[-2:]
     check.that(x1.shape[-1] == k, f"the K of x1 and x2 differ: {x1.shape[-1]} and {k}")
-    if scale_dtypes != (None, None):
-        check.that(x1.dtype != "int8", "e8m0 scales go with fp8 inputs")
-        check.one_of("scale dtypes", scale_dtypes, ((E8M0_NUMBER, E8M0_NUMBER),))
-        check.one_of("group_sizes", group_sizes, ((1, 1, 32),))
-        check.multiple("K", k, 64)
-        check.that(pertoken_scale is not None, "an MX product needs a pertoken_scale")
-        check.shape("scale", scale, k // 64, n, 2)
-        assert pertoken_scale is not None
-        check.shape("pertoken_scale", pertoken_scale, x1.shape[-2], k // 64, 2)
+    if fp8:
+        outputs = place.value(op, "float_output_dtypes")
+        check.one_of("output_dtype of an fp8 product", output_dtype, outputs)
+    if bias is not None:
+        check.that(bias.shape[-1:] == (n,), f"bias of shape {bias.shape} does not fit N = {n}")
+        if fp8:
+            check.dtype("bias of an fp8 product", bias, ("float32",))
+    if scale.dtype == E8M0:
+        _mx_matmul(check, x1, x2, scale, pertoken_scale, group_sizes or ())
         return
-    check.that(not group_sizes, f"group_sizes {group_sizes} need scales by group")
     check.that(
         scale.shape in ((1,), (n,), (1, n)), f"scale of shape {scale.shape} does not fit N = {n}"
     )
+    if fp8:
+        check.dtype("scale of an fp8 product", scale, ("float32", "int64"))
     if pertoken_scale is not None:
-        check.shape("pertoken_scale", pertoken_scale, x1.shape[-2])
+        m = x1.shape[-2]
+        one = fp8 and pertoken_scale.shape == (1,)
+        if not one:
+            check.shape("pertoken_scale", pertoken_scale, m)
         check.dtype("pertoken_scale", pertoken_scale, ("float32",))
-    if bias is not None:
-        check.that(bias.shape[-1:] == (n,), f"bias of shape {bias.shape} does not fit N = {n}")
+        check.that(
+            not (one and m != 1 and bias is not None and scale.shape != (1,)),
+            "a bias is not supported with one scale for x1 and one a channel for x2",
+        )
 
 
 def npu_quantize(
