@@ -25,7 +25,6 @@ __all__ = [
     "interleaved_rope",
     "optional_spec",
     "place",
-    "powers_of_two",
     "rms_norm",
     "set_place",
     "spec",
@@ -152,8 +151,3 @@ def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.int64:
         return scale.to(torch.int32).view(torch.float32)
     return scale.float()
-
-
-def powers_of_two(codes: torch.Tensor) -> torch.Tensor:
-    """Return e8m0 codes, of that dtype or as bytes, as the powers of two they stand for."""
-    return torch.exp2(codes.contiguous().view(torch.uint8).double() - 127)

@@ -23,7 +23,6 @@ from npu_backend.testing.sim.kernels.base import (
     interleaved_rope,
     optional_spec,
     place,
-    powers_of_two,
     rms_norm,
     spec,
     to_device,
@@ -218,7 +217,7 @@ def _slots(
 def _store(
     op: str,
     mode: str,
-    rows: tuple[torch.Tensor, torch.Tensor | None],
+    out: _Outputs,
     kv_cache: torch.Tensor,
     kr_cache: torch.Tensor,
     slots: torch.Tensor | None,
@@ -330,11 +329,7 @@ def _v3(
     # Outputs that are not asked for hold no element from CANN 8.5, and one before.
     nothing = 0 if cann_key(place().cann) >= (8, 5) else 1
     empty = torch.zeros(nothing, dtype=torch.float32)
-    norm = (
-        torch.zeros(nothing, dtype=torch.uint8).view(out.query_norm.dtype)
-        if (out.query_norm.element_size() == 1)
-        else torch.zeros(nothing, dtype=out.query_norm.dtype)
-    )
+    norm = torch.zeros(nothing, dtype=weight_uq_qr.dtype)
     norm_scale = empty
     if weight_quant_mode == 3:
         # The op gives its e8m0 output the dtype of its e8m0 input.
@@ -348,7 +343,7 @@ def _v3(
     if query_norm_flag:
         norm = out.query_norm.reshape(*token_x.shape[:-1], -1)
     return (
-        _shaped(query, token_x),
+        _shaped(out.query, token_x),
         _shaped(out.query_rope, token_x),
         to_device(empty if out.query_scale is None else out.query_scale, token_x),
         to_device(norm, token_x),

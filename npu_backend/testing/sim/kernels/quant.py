@@ -138,7 +138,7 @@ def npu_quant_matmul(
 ) -> torch.Tensor:
     """int8 or fp8 (..., M, K) x (..., K, N), scaled to ``output_dtype`` (int8 where it is None)."""
     op = "npu_quant_matmul"
-    named = [n for n in ("x1_dtype", "x2_dtype") if dtypes.get(n) is not None]
+    named = [name for name, value in dtypes.items() if value is not None]
     unsupported_unless(not named, op, f"the arguments {named}")
     unsupported_unless(y_scale is None, op, "y_scale")
     target = dtype_of(output_dtype, torch.int8, op)
@@ -177,21 +177,6 @@ def npu_quant_matmul(
             product = product + host(offset, op).float()
         product = product.round().clamp(*_BOUNDS[target])
     return to_device(product.to(target), x1)
-
-
-def _mx_matmul(
-    op: str,
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    scale: torch.Tensor,
-    pertoken_scale: torch.Tensor,
-    output_dtype: Any,
-) -> torch.Tensor:
-    """(M, K) x (K, N) with e8m0 scales (M, K / 64, 2) and (K / 64, N, 2)."""
-    rows = powers_of_two(host(pertoken_scale, op)).flatten(1).repeat_interleave(32, 1)
-    columns = powers_of_two(host(scale, op)).transpose(1, 2).flatten(0, 1).repeat_interleave(32, 0)
-    product = (host(x1, op).double() * rows) @ (host(x2, op).double() * columns)
-    return to_device(product.to(dtype_of(output_dtype, torch.int8, op)), x1)
 
 
 def npu_quantize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from npu_backend.testing.sim.limits import Place
 from npu_backend.testing.sim.spec import TensorSpec
 from npu_backend.testing.sim.validators.base import Check
@@ -162,71 +160,6 @@ def _repository(check: Check, modes: Modes, ckvkr: int, scales: int, tile: int) 
     if modes.packed:
         only = check.place.value(_V3, "packed_tile")
         check.that(tile == only, f"tile_size = {tile} must be {only}")
-
-
-def _cache_dtypes(
-    check: Check,
-    modes: tuple[int, int, int],
-    kv_cache: TensorSpec,
-    kr_cache: TensorSpec,
-    floats: Sequence[str],
-) -> None:
-    weight, kv, _ = modes
-    eight = {1: ("int8",), 2: ("int8",), 5: ("uint8", "bits8")}.get(weight, ("float8_e4m3fn",))
-    check.dtype(f"kv_cache in modes {modes}", kv_cache, eight if kv else floats)
-    if 0 not in kr_cache.shape:
-        check.dtype(f"kr_cache in modes {modes}", kr_cache, eight if kv == 2 else floats)
-
-
-def _scales(
-    check: Check,
-    mode: int,
-    given: dict[str, TensorSpec | None],
-    sizes: dict[str, tuple[int, int]],
-) -> None:
-    """Check the dequantisation scales: which are given, their shapes and dtypes."""
-    needed = {0: (), 1: ("w_uq_qr",)}.get(mode, tuple(sizes))
-    for short, (channels, k) in sizes.items():
-        name = f"dequant_scale_{short}"
-        scale = given.get(name)
-        if short not in needed:
-            check.that(scale is None, f"{name} is not taken in weight_quant_mode {mode}")
-            continue
-        check.that(scale is not None, f"{name} is needed in weight_quant_mode {mode}")
-        assert scale is not None
-        if mode == 3:
-            check.shape(name, scale, channels, k // 32)
-            check.dtype(name, scale, ("float8_e8m0fnu",))
-            continue
-        check.dtype(name, scale, ("float32",))
-        if short == "x":
-            shapes: tuple[tuple[int, ...], ...] = ((channels,), (channels, 1))
-        else:
-            shapes = ((1, channels),)
-        check.one_of(f"shape of {name}", scale.shape, shapes)
-    if given.get("smooth_scales_cq") is not None:
-        check.that(
-            mode in (1, 2, 4, 5), f"smooth_scales_cq is not taken in weight_quant_mode {mode}"
-        )
-
-
-def _quant_scales(
-    check: Check, mode: int, given: dict[str, TensorSpec | None], kv_lora: int, rope: int
-) -> None:
-    """Check the scales that the caches are quantised with."""
-    wanted: dict[str, dict[int, tuple[int, ...]]] = {
-        "quant_scale_ckv": {1: (1,), 2: (1, kv_lora)},
-        "quant_scale_ckr": {2: (1, rope)},
-    }
-    for name, shapes in wanted.items():
-        scale = given.get(name)
-        if mode not in shapes:
-            check.that(scale is None, f"{name} is not taken in kv_cache_quant_mode {mode}")
-            continue
-        check.that(scale is not None, f"{name} is needed in kv_cache_quant_mode {mode}")
-        assert scale is not None
-        check.shape(name, scale, *shapes[mode])
-        check.dtype(name, scale, ("float32",))
 
 
 def npu_mla_prolog_v3(
