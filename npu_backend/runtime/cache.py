@@ -57,6 +57,8 @@ class LayerCache:
         latent_factor: float32, multiplied into a quantized latent before it is rounded: ``(1,)``
             for ``int8`` and ``fp8``, ``(1, kv_lora_rank)`` for ``int8_channel``; else None.
         key_factor: Likewise of an ``int8_channel`` key, ``(1, qk_rope_head_dim)``; else None.
+        clip_alpha: ``(1,)`` float32 for ``int8_packed``: 128 latents are clipped to this part of
+            their largest magnitude before they are rounded; else None.
     """
 
     layout: KvLayout
@@ -66,6 +68,7 @@ class LayerCache:
     sin: torch.Tensor | None = field(default=None, repr=False)
     latent_factor: torch.Tensor | None = field(default=None, repr=False)
     key_factor: torch.Tensor | None = field(default=None, repr=False)
+    clip_alpha: torch.Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def allocate(
@@ -124,6 +127,7 @@ class LayerCache:
             sin=sin if layer.has_rope else None,
             latent_factor=factor(1) if layout.quantizes_queries else latent_factor,
             key_factor=factor(1, layer.qk_rope_head_dim) if by_channel else None,
+            clip_alpha=(torch.ones(1, device=device) if layout.dtype == "int8_packed" else None),
         )
 
     @property
@@ -172,6 +176,7 @@ class LayerCache:
             "sin": self.sin,
             "latent_factor": self.latent_factor,
             "key_factor": self.key_factor,
+            "clip_alpha": self.clip_alpha,
         }
         return {f"cache.{name}": t for name, t in named.items() if t is not None}
 
@@ -209,8 +214,13 @@ class LayerCache:
         wanted = {
             "latent_factor": (1,) if layout.quantizes_queries else (1, layer.kv_lora_rank),
             "key_factor": (1, layer.qk_rope_head_dim),
+            "clip_alpha": (1,),
         }
-        needed = {"latent_factor": layout.quantizes_queries or by_channel, "key_factor": by_channel}
+        needed = {
+            "latent_factor": layout.quantizes_queries or by_channel,
+            "key_factor": by_channel,
+            "clip_alpha": layout.dtype == "int8_packed",
+        }
         for name, shape in wanted.items():
             factor = getattr(self, name)
             if not needed[name]:

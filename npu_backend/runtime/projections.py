@@ -146,6 +146,18 @@ def linear(
         )
     turned, dtype = fixed_shape(weight.t()), torch.bfloat16
     if kind == "mxfp8":
+        if not weight.is_contiguous():
+            raise PrepareError(
+                f"{name} is not laid out as its scales are",
+                whom=f"{layer}, path, {strategy}",
+                why=(
+                    "npu_quant_matmul takes an MXFP8 weight and its scales both row by row, or "
+                    "both turned",
+                    f"{name} is {tuple(weight.shape)} with strides {weight.stride()}",
+                ),
+                remedy="let the host store it as (out, in), row by row",
+                code="quant.layout",
+            )
         quantize = quantize_input(kind, ops)
         # (out, in / 32) in pairs along the inputs, seen as the op takes a weight (in, out).
         rows = weights[f"{name}.scale"].view(torch.uint8).reshape(weight.shape[0], -1, 2)

@@ -16,7 +16,9 @@ class PreprocessResult(NamedTuple):
         q_nope: ``(tokens, heads, kv_lora_rank)``, multiplied with ``w_kc`` already, in the layer's
             dtype; with a cache of ``int8`` or ``fp8``, in the cache's.
         q_pe: ``(tokens, heads, qk_rope_head_dim)``, rotated, in the RoPE layout of the layer's
-            cache; not rotated where the layer has no RoPE.
+            cache; not rotated where the layer has no RoPE. With a quantized ``q_nope`` it is times
+            the latent's factor over ``q_nope_scale``, so that attention multiplies a whole score
+            once, by ``q_nope_scale`` over the factor.
         q_lora: ``(tokens, q_lora_rank)`` after its norm, for the layer's own indexer, in the format
             that the path's offer names (``float``: the layer's dtype). None where the layer has no
             indexer of its own, or the path does not hand it over.

@@ -90,6 +90,8 @@ def call(rand, angles):
             more["quant_scale_ckr"] = torch.linspace(15, 25, ROPE).reshape(1, -1)
         given.pop(without, None)
         packed = int(kv == 3)
+        if packed and mode in (1, 2):
+            more.setdefault("k_nope_clip_alpha", torch.ones(1))
         ones = {"rmsnorm_gamma_cq": Q_LORA, "rmsnorm_gamma_ckv": LATENT}
         results = npu_mla_prolog_v3(
             **given,
@@ -189,11 +191,14 @@ def test_a_packed_row_is_values_then_key_then_scales(call, mode):
 
 @pytest.mark.parametrize("mode", [2, 3, 4])
 def test_a_cache_quantized_per_tensor_comes_with_a_quantized_query(call, mode):
-    (query, _, scale_q, *_), caches, want, more = call(mode, 1)
+    (query, rope, scale_q, *_), caches, want, more = call(mode, 1)
     assert query.dtype == caches["kv_cache"].dtype == (torch.int8 if mode == 2 else E4M3)
     assert scale_q.shape == (3, HEADS, 1)
     bound = TOLERANCE[mode] + 0.03
     assert off(query.double() * scale_q.double(), want["query"]) < bound
+    # One scale for the whole score: the rotated part is divided by it beforehand.
+    straight = rope.double() * scale_q.double() / more["quant_scale_ckv"].double()
+    assert off(straight, want["rope"]) < bound
     latent = caches["kv_cache"][SLOTS].double() / more["quant_scale_ckv"].double()
     assert off(latent, want["latent"]) < bound
     assert caches["kr_cache"].dtype == torch.bfloat16
@@ -264,3 +269,24 @@ def test_quantized_products(rand, kind):
         )
     assert out.dtype == torch.bfloat16
     assert off(out, expected) < 5e-2
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_packed_int8_row_is_clipped_by_alpha(call, mode):
+    _, caches, want, _ = call(mode, 3, k_nope_clip_alpha=torch.tensor([0.5]))
+    raw = caches["kv_cache"][SLOTS].view(torch.uint8)
+    values = raw[:, :LATENT].contiguous().view(torch.int8).double().view(3, -1, TILE)
+    scales = raw[:, LATENT + 2 * ROPE :].contiguous().view(torch.float32).double().unsqueeze(-1)
+    found, tiles = values * scales, want["latent"].view(3, -1, TILE)
+    edge = tiles.abs().amax(-1, keepdim=True) * 0.5
+    assert off(found, tiles.clamp(-edge, edge)) < TOLERANCE[mode]
+    assert (values.abs() == 127).sum() > 3 * values.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kv", "alpha"), [(1, 3, None), (2, 3, None), (3, 3, 1.0), (2, 0, 1.0)]
+)
+def test_alpha_belongs_to_packed_int8_alone(call, mode, kv, alpha):
+    given = None if alpha is None else torch.tensor([alpha])
+    with pytest.raises(ValueError, match="k_nope_clip_alpha"):
+        call(mode, kv, k_nope_clip_alpha=given)

@@ -49,11 +49,11 @@ def test_a_host_brings_its_own_tables(h):
 
 QUANTIZED = {
     # latent dtype and width, key dtype and width, shapes of the factors (facts: npu_mla_prolog_v3)
-    "int8": (torch.int8, 512, torch.bfloat16, 64, (1,), None),
-    "fp8": (torch.float8_e4m3fn, 512, torch.bfloat16, 64, (1,), None),
-    "int8_channel": (torch.int8, 512, torch.int8, 64, (1, 512), (1, 64)),
-    "int8_packed": (torch.int8, 656, torch.bfloat16, 0, None, None),
-    "fp8_packed": (torch.float8_e4m3fn, 656, torch.bfloat16, 0, None, None),
+    "int8": (torch.int8, 512, torch.bfloat16, 64, (1,), None, None),
+    "fp8": (torch.float8_e4m3fn, 512, torch.bfloat16, 64, (1,), None, None),
+    "int8_channel": (torch.int8, 512, torch.int8, 64, (1, 512), (1, 64), None),
+    "int8_packed": (torch.int8, 656, torch.bfloat16, 0, None, None, (1,)),
+    "fp8_packed": (torch.float8_e4m3fn, 656, torch.bfloat16, 0, None, None, None),
 }
 
 
@@ -61,9 +61,8 @@ QUANTIZED = {
 def test_a_quantized_cache_has_the_ops_dtypes_and_widths(h, dtype):
     layer = h.layer(kv_lora_rank=512, qk_rope_head_dim=64, kv_layout=KvLayout(dtype=dtype))
     cache = LayerCache.allocate(layer, 2)
-    shapes = [
-        None if f is None else tuple(f.shape) for f in (cache.latent_factor, cache.key_factor)
-    ]
+    factors = (cache.latent_factor, cache.key_factor, cache.clip_alpha)
+    shapes = [None if f is None else tuple(f.shape) for f in factors]
     assert (
         cache.k_nope.dtype,
         cache.k_nope.shape[-1],

@@ -175,7 +175,10 @@ def _attend(
         caches, nz = rows.dense(cache), False
         q_nope, q_pe = q_nope.cpu().float(), q_pe.cpu().float()
         if result.q_nope_scale is not None:
-            q_nope = q_nope * result.q_nope_scale.cpu()
+            # One scale for the whole score: the query's over the latent's factor.
+            scale, factor = result.q_nope_scale.cpu(), rows.latent_factor
+            assert factor is not None
+            q_nope, q_pe = q_nope * scale, q_pe * scale / factor
     attended = latent_attention(
         q_nope,
         q_pe,

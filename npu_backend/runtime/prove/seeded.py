@@ -185,7 +185,8 @@ def seeded_weights(layer: MlaLayer, attn_tp_size: int, *, seed: int = 0) -> Laye
         values = _random_int8((rows, fan_in), generator)
         scale = f"{name}.scale"
         if kind == "mxfp8":
-            loaded[name] = _strided_copy(_float8(values), (1, rows), torch.float8_e4m3fn)
+            # Rows and their scales lie alike: the product takes both turned, or neither.
+            loaded[name] = _strided_copy(_float8(values), (fan_in, 1), torch.float8_e4m3fn)
             loaded[scale], scales[name] = _mx_scales(rows, fan_in, generator)
             continue
         if kind == "fp8":

@@ -6,9 +6,9 @@ PA_BSND and PA_NZ. Not there: weight_quant_mode 5 (hif8), which torch has no dty
 
 Source of formulas, dtypes and scale layouts: the op's descriptions in the op-plugin documentation
 (torch_npu.npu_mla_prolog_v3) and in ops-transformer (aclnnMlaPrologV3WeightNz); of the order inside
-a packed row, ops-transformer's description of kv_quant_sparse_flash_attention, which reads it. That
-quant_scale_ckv and quant_scale_ckr are factors, not divisors, follows from their name beside the
-op's dequant scales; no document says it.
+a packed row, ops-transformer's description of kv_quant_sparse_flash_attention, which reads it; that
+quant_scale_ckv and quant_scale_ckr are factors, and that a quantized query scales its rotated part
+too, op-plugin's own test of the op (test_mla_prolog_v3.py).
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def _cached(
     rounded: torch.dtype,
     ckv: torch.Tensor | None,
     ckr: torch.Tensor | None,
+    alpha: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the rows that go into kv_cache and kr_cache; None where they are one row.
 
@@ -124,7 +125,11 @@ def _cached(
     if mode == 0:
         return latent.to(rounded), key.to(rounded)
     if mode == _PER_TILE:
-        values, scales = row_quantized(latent.to(rounded).reshape(len(latent), -1, tile), dtype)
+        tiles = latent.reshape(len(latent), -1, tile)
+        if alpha is not None:
+            edge = tiles.abs().amax(-1, keepdim=True) * alpha.float()
+            tiles = tiles.clamp(-edge, edge)
+        values, scales = row_quantized(tiles, dtype)
         parts = (values.flatten(-2), key.to(rounded).contiguous(), scales.squeeze(-1).contiguous())
         packed = torch.cat([part.contiguous().view(torch.int8) for part in parts], -1)
         return packed.view(dtype), None
@@ -216,7 +221,8 @@ def npu_mla_prolog_v3(
         quant_scale_ckr: Likewise of the key: kv mode 2 ``(1, rope)``.
         smooth_scales_cq: Modes 1, 2 and 4: ``(1, q_lora_rank)`` or ``(1,)``.
         actual_seq_len: Belongs to cache modes that are not modelled.
-        k_nope_clip_alpha: Not modelled.
+        k_nope_clip_alpha: ``(1,)``, in kv mode 3 with weight modes 1 and 2: a tile is clipped to
+            this part of its largest magnitude.
         rmsnorm_epsilon_cq: Epsilon of the query's norm.
         rmsnorm_epsilon_ckv: Epsilon of the latent's norm.
         cache_mode: ``PA_BSND`` or ``PA_NZ``.
@@ -236,7 +242,8 @@ def npu_mla_prolog_v3(
         kv_cache_dtype: Not modelled.
 
     Returns:
-        ``query`` (tokens, heads, kv_lora_rank), ``query_rope`` (tokens, heads, rope),
+        ``query`` (tokens, heads, kv_lora_rank), ``query_rope`` (tokens, heads, rope), with query
+        mode 1 times ``quant_scale_ckv`` over the query's scale,
         ``dequant_scale_q_nope`` (0,), with query mode 1 (tokens, heads, 1) fp32 and an 8-bit
         ``query``; ``query_norm`` (tokens, q_lora_rank), float in mode 0 and 8-bit else, and
         ``dequant_scale_q_norm`` (tokens, 1) fp32, in mode 3 (tokens, q_lora_rank / 32) e8m0.
@@ -252,7 +259,6 @@ def npu_mla_prolog_v3(
         "weight_quant_mode": (weight_quant_mode, (0, 1, 2, 3, 4)),
         "cache_mode": (cache_mode, _CACHE_MODES),
         "actual_seq_len": (actual_seq_len is not None, (False,)),
-        "k_nope_clip_alpha": (k_nope_clip_alpha is not None, (False,)),
         "token_x_dtype": (token_x_dtype, (None,)),
         "weight_dq_dtype": (weight_dq_dtype, (None,)),
         "weight_uq_qr_dtype": (weight_uq_qr_dtype, (None,)),
@@ -270,6 +276,7 @@ def npu_mla_prolog_v3(
         kr_cache,
         weight_uk.dtype,
         cache_mode,
+        k_nope_clip_alpha,
     )
     _contiguous(
         token_x=token_x,
@@ -298,9 +305,12 @@ def npu_mla_prolog_v3(
     q = up_q.reshape(x.shape[0], heads, -1)
     absorbed = product(q[..., :nope].transpose(0, 1), weight_uk).transpose(0, 1).to(rounded)
     query_scale = torch.empty(0)
-    if query_quant_mode:
+    turned_q = rotate_pairs(q[..., nope:], cos.unsqueeze(1), sin.unsqueeze(1)).to(rounded)
+    if query_quant_mode and quant_scale_ckv is not None:
         absorbed, query_scale = row_quantized(absorbed, kv_cache.dtype)
-    turned_q = rotate_pairs(q[..., nope:], cos.unsqueeze(1), sin.unsqueeze(1))
+        # Attention multiplies the whole score by query scale and latent factor once.
+        safe = torch.where(query_scale > 0, query_scale, torch.ones_like(query_scale))
+        turned_q = turned_q.float() * quant_scale_ckv.float() / safe
 
     kc = rms_scaled(down_kv[:, :latent], rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv) * kc_scale
     kr = rotate_pairs(down_kv[:, latent:], cos, sin)
@@ -313,6 +323,7 @@ def npu_mla_prolog_v3(
         rounded,
         quant_scale_ckv,
         quant_scale_ckr,
+        k_nope_clip_alpha,
     )
     for cache, row in zip((kv_cache, kr_cache), rows, strict=True):
         if row is not None:
@@ -372,6 +383,7 @@ def _check_cache(
     kr_cache: torch.Tensor,
     rounded: torch.dtype,
     cache_mode: str,
+    alpha: torch.Tensor | None,
 ) -> None:
     """Refuse modes that do not go together, and caches of another dtype than theirs."""
     weight, kv, _ = modes
@@ -388,6 +400,9 @@ def _check_cache(
             raise ValueError(
                 f"{_OP}: {name} must be {expected[name]} in modes {modes}, is {cache.dtype}"
             )
+    if (alpha is not None) != (kv == _PER_TILE and weight in (1, 2)):
+        needed = "must not be given" if alpha is not None else "is needed"
+        raise ValueError(f"{_OP}: k_nope_clip_alpha {needed} in modes {modes}")
     if kv == _PER_TILE and kr_cache.numel():
         raise ValueError(f"{_OP}: kr_cache must be empty where the key is packed into kv_cache")
 

@@ -19,7 +19,8 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-Encoder = Callable[[torch.Tensor], "tuple[torch.Tensor, torch.Tensor | None]"]
+Query = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None"]
+Encoder = Callable[[torch.Tensor, torch.Tensor], Query]
 
 
 def _rounder(dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], float]:
@@ -58,10 +59,14 @@ def row_writer(cache: LayerCache) -> Writer:
     layout, k_nope, k_rope = cache.layout, cache.k_nope, cache.k_rope
     nz = layout.cache_mode == "PA_NZ"
     if layout.packed:
-        quantize = _by_row(k_nope.dtype)
+        quantize, alpha = _by_row(k_nope.dtype), cache.clip_alpha
 
         def packed(latent: torch.Tensor, key: torch.Tensor, slots: torch.Tensor) -> None:
-            values, scales = quantize(latent.reshape(latent.shape[0], -1, PACKED_TILE))
+            tiles = latent.reshape(latent.shape[0], -1, PACKED_TILE).float()
+            if alpha is not None:
+                edge = tiles.abs().amax(-1, keepdim=True) * alpha
+                tiles = tiles.clamp(-edge, edge)
+            values, scales = quantize(tiles)
             parts = (values.flatten(-2), key.contiguous(), scales.squeeze(-1).contiguous())
             rows = torch.cat([part.view(torch.uint8) for part in parts], -1)
             write_rows(k_nope.view(torch.uint8), rows, slots, nz=nz)
@@ -90,7 +95,19 @@ def _factored(
 
 
 def query_encoder(cache: LayerCache) -> Encoder:
-    """Return ``q_nope -> (q_nope, scale)`` as attention over the cache wants it."""
+    """Return ``(q_nope, q_pe) -> (q_nope, q_pe, scale)`` as attention over the cache wants them.
+
+    With a quantized query the whole score is multiplied once, by the query's scale over the
+    latent's factor; the rotated part, which is not quantized, is divided by that here.
+    """
     if not cache.layout.quantizes_queries:
-        return lambda q: (q, None)
-    return _by_row(cache.k_nope.dtype)
+        return lambda q_nope, q_pe: (q_nope, q_pe, None)
+    quantize, factor = _by_row(cache.k_nope.dtype), cache.latent_factor
+    assert factor is not None
+
+    def encode(q_nope: torch.Tensor, q_pe: torch.Tensor) -> Query:
+        values, scale = quantize(q_nope)
+        turned = q_pe.float() * factor / scale.masked_fill(scale == 0, 1.0)
+        return values, turned.to(q_pe.dtype), scale
+
+    return encode

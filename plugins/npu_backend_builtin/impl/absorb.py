@@ -154,10 +154,8 @@ def _rotating(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
         q, kv, q_lora = project(hidden_states)
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         write(kv, cos, sin, slot_mapping)
-        absorbed, scale = encode(absorb(q_nope))
-        return PreprocessResult(
-            absorbed, turn(q_pe, cos, sin), q_lora if indexed else None, q_nope_scale=scale
-        )
+        absorbed, turned, scale = encode(absorb(q_nope), turn(q_pe, cos, sin))
+        return PreprocessResult(absorbed, turned, q_lora if indexed else None, q_nope_scale=scale)
 
     return path
 
@@ -177,10 +175,8 @@ def _still(prepared: Prepared, cache: LayerCache, absorb: Kernel) -> Path:
         q_nope, q_pe = torch.split(q.view(-1, heads, sum(widths)), widths, -1)
         normed, _ = ops.npu_rms_norm(kv[:, :latent], gamma, epsilon)
         write(normed, kv[:, latent:], slot_mapping)
-        absorbed, scale = encode(absorb(q_nope))
-        return PreprocessResult(
-            absorbed, q_pe.contiguous(), q_lora if indexed else None, q_nope_scale=scale
-        )
+        absorbed, straight, scale = encode(absorb(q_nope), q_pe.contiguous())
+        return PreprocessResult(absorbed, straight, q_lora if indexed else None, q_nope_scale=scale)
 
     return path
 

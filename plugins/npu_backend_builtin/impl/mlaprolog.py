@@ -88,6 +88,7 @@ def _cache_options(cache: LayerCache) -> dict[str, Any]:
     for name, factor in (
         ("quant_scale_ckv", cache.latent_factor),
         ("quant_scale_ckr", cache.key_factor),
+        ("k_nope_clip_alpha", cache.clip_alpha),
     ):
         if factor is not None:
             options[name] = factor
