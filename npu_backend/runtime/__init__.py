@@ -33,6 +33,7 @@ from npu_backend.runtime.sharded_mlp import (  # noqa: E402
     assemble_mlp,
     shard_mlp,
 )
+from npu_backend.runtime.streaming import ModelLedger, prepare_and_release  # noqa: E402
 from npu_backend.runtime.tombstone import Tombstone, is_tombstone  # noqa: E402
 from npu_backend.runtime.weights import Prepared, Weights  # noqa: E402
 
@@ -48,6 +49,7 @@ __all__ = [
     "Ledger",
     "LedgerRow",
     "MlpGroups",
+    "ModelLedger",
     "Ops",
     "Prepared",
     "PreprocessResult",
@@ -64,6 +66,7 @@ __all__ = [
     "linear_ops",
     "not_executed",
     "one_forward",
+    "prepare_and_release",
     "quantize_input",
     "rope_tables",
     "shard_mlp",

@@ -14,6 +14,7 @@ from attrs import evolve
 
 from npu_backend.errors import PrepareError
 from npu_backend.plan import LayerPlan, WeightPlan
+from npu_backend.runtime.culprits import culprits
 from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.storages import holders, span, unnamed_holders
 
@@ -75,8 +76,17 @@ def living_holders(
         if named:
             found[row.name] = ", ".join(dict.fromkeys(named))
         elif not host_keeps_storage and (count := unnamed_holders(tensor)):
-            found[row.name] = f"{count} living tensor{'s' if count > 1 else ''} that nobody named"
+            found[row.name] = _unnamed(tensor, count)
     return found
+
+
+def _unnamed(tensor: torch.Tensor, count: int) -> str:
+    """Return in words which tensors share a storage, and who refers to them."""
+    here = span(tensor)
+    assert here is not None
+    who = ", ".join(culprits(here.start, here.nbytes, here.device, besides=tensor))
+    told = f"{count} living tensor{'s' if count > 1 else ''} that nobody named"
+    return f"{told}: {who}" if who else told
 
 
 def _copy_rows(plan: LayerPlan, unit: Unit) -> list[WeightPlan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -133,6 +133,7 @@ def bind(
     host_keeps_storage: bool = False,
     also_alive: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = (),
     captured: bool = False,
+    reload: Callable[[str], torch.Tensor] | None = None,
 ) -> BoundLayer:
     """Bind one layer's plan to its tensors. Nothing is prepared, changed or freed yet.
 
@@ -148,6 +149,8 @@ def bind(
         also_alive: Tensors that live on whatever happens here, by name or not; a weight that shares
             a storage with one of them is kept.
         captured: Graphs were captured already, so nothing may be released.
+        reload: Returns a weight by its name, on any device: restorable weights then come back by it
+            and leave no copy in host memory.
 
     Returns:
         The layer; ``layer.plan`` is the amended plan, in which a weight whose storage something
@@ -180,4 +183,5 @@ def bind(
         others=others,
         host_keeps_storage=host_keeps_storage,
         captured=captured,
+        reload=reload,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from npu_backend.offers import SITES, Offer
 from npu_backend.plan import LayerPlan
 from npu_backend.runtime import refusals
 from npu_backend.runtime import release as _release
+from npu_backend.runtime.amend import AliasWarning
 from npu_backend.runtime.cache import LayerCache
 from npu_backend.runtime.dispatch import refuse_with
 from npu_backend.runtime.impl import Unit
@@ -57,6 +59,7 @@ class BoundLayer:
         others: Mapping[str, torch.Tensor],
         host_keeps_storage: bool,
         captured: bool,
+        reload: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
         self.plan = plan
         self._cache = cache
@@ -64,11 +67,12 @@ class BoundLayer:
         self.device = device
         self.captured = captured
         self.host_keeps_storage = host_keeps_storage
+        self._reload = reload
         self.ledger: Ledger | None = None
         self._weights = dict(weights)
         self._others = dict(others)
         self._units = units
-        self._restorable: dict[str, _release.HostCopy] = {}
+        self._restorable: dict[str, _release.Back] = {}
         # Shared with the callables that refuse, which must not hold the layer: its tensors would
         # then live until the cycle collector comes by.
         self._gone: list[str] = []
@@ -165,11 +169,15 @@ class BoundLayer:
         if bound is not None:
             self._install(bound)
 
-    def release(self) -> Ledger:
+    def release(self, *, empty_cache: bool = False) -> Ledger:
         """Free exactly what ``plan`` says; validated first, destroyed last.
 
         A weight whose storage something keeps alive by now is kept, and the plan amended. A second
-        call returns the same ledger.
+        call returns the same ledger. Where the bytes freed are not those planned, a warning names
+        who still holds them.
+
+        Args:
+            empty_cache: Give the allocator's free blocks back to the device afterwards.
 
         Raises:
             PrepareError: The layer is not prepared, or graphs were captured.
@@ -183,8 +191,15 @@ class BoundLayer:
                 captured=self.captured,
                 host_keeps_storage=self.host_keeps_storage,
                 device=self.device,
+                reload=self._reload,
             )
             self._gone += [row.name for row in self.ledger.rows]
+            if not self.ledger.agrees:
+                warnings.warn(
+                    f"{self.plan.layer}: {self.ledger.difference()}", AliasWarning, stacklevel=2
+                )
+            if empty_cache and self.device.type == "npu":
+                torch.get_device_module(self.device).empty_cache()
         return self.ledger
 
     def restore(self) -> tuple[str, ...]:

@@ -112,6 +112,13 @@ class Ledger:
         slack = allocator_slack(self.allocator, len(self.rows))
         return 0 <= self.allocator_freed - self.freed <= slack
 
+    def difference(self) -> str:
+        """Return in words how bytes freed differ from bytes planned, and who holds them."""
+        held = [f"{r.name} is held by {r.held_by}" for r in self.rows if r.held_by]
+        by = "" if self.allocator is None else f", {self.allocator_freed} by {self.allocator}"
+        told = f"{self.freed} bytes freed of {self.planned} planned{by}"
+        return "; ".join([told, *held])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from attrs import frozen
 from npu_backend.errors import PrepareError
 from npu_backend.plan import LayerPlan, WeightPlan
 from npu_backend.runtime.amend import keep_aliased, living_holders
+from npu_backend.runtime.culprits import culprits
 from npu_backend.runtime.ledger import AllocatorReading, Ledger, LedgerRow, read_allocator
 from npu_backend.runtime.storages import StorageWatch
 from npu_backend.runtime.tombstone import Tombstone, bury, raise_up
 
-__all__ = ["HostCopy", "release_layer", "restore_weights"]
+__all__ = ["Back", "HostCopy", "Reload", "release_layer", "restore_weights"]
 
 
 @frozen(eq=False)
@@ -55,6 +56,76 @@ class HostCopy:
         if self.parameter:
             return torch.nn.Parameter(back, requires_grad=self.requires_grad)
         return back.requires_grad_(self.requires_grad)
+
+
+@frozen(eq=False)
+class Reload:
+    """A weight that the host's own callback brings back, instead of a copy in host memory.
+
+    Args:
+        name: The weight.
+        whom: For whom, in messages.
+        callback: Returns the weight by its name, on any device.
+        shape: As it must come back.
+        dtype: Likewise.
+        stride: Strides to put it in.
+        parameter: Whether it was a module parameter.
+        requires_grad: As it was.
+    """
+
+    name: str
+    whom: str
+    callback: Callable[[str], torch.Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(
+        cls,
+        plan: LayerPlan,
+        row: WeightPlan,
+        tensor: torch.Tensor,
+        callback: Callable[[str], torch.Tensor],
+    ) -> Reload:
+        """Note what is to come back."""
+        return cls(
+            row.name,
+            str(plan.layer),
+            callback,
+            tensor.shape,
+            tensor.dtype,
+            tensor.stride(),
+            isinstance(tensor, torch.nn.Parameter),
+            tensor.requires_grad,
+        )
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the weight on a device again, in its former strides.
+
+        Raises:
+            PrepareError: The callback returned something else.
+        """
+        found = self.callback(self.name)
+        if found.shape != self.shape or found.dtype != self.dtype:
+            raise PrepareError(
+                f"the reload callback returned another {self.name}",
+                whom=self.whom,
+                why=f"{tuple(found.shape)} {found.dtype}, not {tuple(self.shape)} {self.dtype}",
+                remedy="return the weight as it was after load; the layer is as it was",
+            )
+        back = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        with torch.no_grad():
+            back.copy_(found)
+        if self.parameter:
+            return torch.nn.Parameter(back, requires_grad=self.requires_grad)
+        return back.requires_grad_(self.requires_grad)
+
+
+Back = HostCopy | Reload
+"""How a weight comes back."""
 
 
 def _refuse(plan: LayerPlan, prepared: bool, captured: bool) -> None:
@@ -97,7 +168,10 @@ def _held(tensor: torch.Tensor, watch: StorageWatch) -> str | None:
     if not watch.dead:
         # Frames of a failed attempt, and cycles, may hold what nobody uses.
         gc.collect()
-    return None if watch.dead else "a tensor that came to share the storage while releasing"
+    if watch.dead:
+        return None
+    who = ", ".join(culprits(watch.start, watch.nbytes, watch.device))
+    return "a tensor that came to share the storage while releasing" + (f": {who}" if who else "")
 
 
 def _rows(
@@ -120,7 +194,8 @@ def release_layer(
     captured: bool,
     host_keeps_storage: bool,
     device: torch.device,
-) -> tuple[LayerPlan, Ledger, dict[str, HostCopy]]:
+    reload: Callable[[str], torch.Tensor] | None = None,
+) -> tuple[LayerPlan, Ledger, dict[str, Back]]:
     """Free what the plan releases. Everything that can fail comes before the first byte goes.
 
     Returns:
@@ -134,7 +209,13 @@ def release_layer(
     held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
     plan = keep_aliased(plan, held)
     going = plan.released()
-    copies = {r.name: HostCopy.of(weights[r.name]) for r in going if r.action == "restore"}
+    copies: dict[str, Back] = {
+        r.name: HostCopy.of(weights[r.name])
+        if reload is None
+        else Reload.of(plan, r, weights[r.name], reload)
+        for r in going
+        if r.action == "restore"
+    }
     stones = {r.name: _stone(plan, r, weights[r.name]) for r in going}
     watches = {r.name: StorageWatch(weights[r.name]) for r in going}
     _synchronize(device)
@@ -165,7 +246,7 @@ def _ledger(
 def restore_weights(
     plan: LayerPlan,
     weights: Mapping[str, torch.Tensor],
-    copies: Mapping[str, HostCopy],
+    copies: Mapping[str, Back],
     device: torch.device,
 ) -> tuple[str, ...]:
     """Bring back released weights from their host copies, into the same objects.

@@ -120,6 +120,8 @@ class StorageWatch:
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.nbytes: int = storage.nbytes()
+        self.start: int = storage.data_ptr()
+        self.device = str(tensor.device)
         self.identity: int = storage._cdata
         self._reference: Any = reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._resized = False
