@@ -80,6 +80,7 @@ class BoundLayer:
         self._updating = self._release_again = False
         self.generation = 0
         self._written: dict[str, tuple[int, int]] = {}
+        self._callables: Callables | None = None
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
@@ -129,11 +130,10 @@ class BoundLayer:
             self.plan, self._units, self._weights, self._others, self._cache
         )
         self.plan, self._made, self._prepared = made.plan, made, True
-        self._written = self._versions()
+        self._callables = bound
         if bound is None:
             self._refuse_steps(refusals.unattached(self.plan))
-        else:
-            self._install(bound)
+        self._watch()
 
     def attach(self, cache: LayerCache) -> None:
         """Give the layer its cache, once the host has sized it: steps can run from here on.
@@ -167,7 +167,9 @@ class BoundLayer:
         self._cache = cache
         self._others = {**cache.tensors(), **self._others}
         if bound is not None:
-            self._install(bound)
+            self._callables = bound
+            if not self._updating:
+                self._install(bound)
 
     def release(self, *, empty_cache: bool = False) -> Ledger:
         """Free exactly what ``plan`` says; validated first, destroyed last.
@@ -182,7 +184,12 @@ class BoundLayer:
         Raises:
             PrepareError: The layer is not prepared, or graphs were captured.
         """
+        if self._updating:
+            raise refusals.updating(self.plan)(0)
         if self.ledger is None:
+            if changed := self._changed():
+                # The copies are old, and the originals would be gone.
+                raise refusals.stale(self.plan, changed)
             self.plan, self.ledger, self._restorable = _release.release_layer(
                 self.plan,
                 self._weights,
@@ -194,6 +201,7 @@ class BoundLayer:
                 reload=self._reload,
             )
             self._gone += [row.name for row in self.ledger.rows]
+            self._watch()
             if not self.ledger.agrees:
                 warnings.warn(
                     f"{self.plan.layer}: {self.ledger.difference()}", AliasWarning, stacklevel=2
@@ -217,6 +225,8 @@ class BoundLayer:
         if names and self.ledger is not None:
             rows = tuple(r for r in self.ledger.rows if r.name not in names)
             self.ledger = Ledger(self.ledger.layer_id, rows) if rows else None
+        if names:
+            self._watch()
         return names
 
     def before_update(self) -> tuple[str, ...]:
@@ -271,12 +281,11 @@ class BoundLayer:
             made, _ = prepare_layer(self.plan, self._units, self._weights, self._others, None)
             made = made.keep_addresses(self._made)
             bound = None if self._cache is None else made.bind(self._cache)
-            self.plan, self._made = made.plan, made
-            self._written = self._versions()
+            self.plan, self._made, self._callables = made.plan, made, bound
+            self._updating = False
             if bound is None:
                 self._refuse_steps(refusals.unattached(self.plan))
-            else:
-                self._install(bound)
+            self._watch()
         self._updating = False
         self.generation += 1
         again, self._release_again = self._release_again, False
@@ -417,19 +426,29 @@ class BoundLayer:
         self.q_absorb = self._without_phase("q_absorb", made.sites["q_absorb"])
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        """Return address and version of each kept original that a prepared copy was made of."""
+        """Return address and version of each living original that a prepared copy was made of."""
         copied = {r.copy_of for r in self.plan.weights if r.copy_of is not None}
-        kept = [r.name for r in self.plan.weights if r.name in copied and r.action == "keep"]
         found = {}
-        for name in kept:
+        for name in sorted(copied & self._weights.keys()):
             weight = self._weights[name]
-            if not weight.is_inference():
+            if name not in self._gone and not weight.is_inference():
                 found[name] = (weight.data_ptr(), weight._version)
         return found
 
+    def _changed(self) -> list[str]:
+        """Return the originals that were written since their copies were made."""
+        now = self._versions()
+        return [name for name, at in self._written.items() if now.get(name, at) != at]
+
+    def _watch(self) -> None:
+        """Note what copies were made of, and let steps see where it changes."""
+        self._written = self._versions()
+        if self._callables is not None and not self._updating:
+            self._install(self._callables)
+
     def _guarded(self, paths: Mapping[Phase, Path]) -> Mapping[Phase, Path]:
-        """Return the paths; where copies stand beside their originals, a step first sees that no
-        original was written since."""
+        """Return the paths; while originals stand beside copies of them, a step first sees that
+        none was written since."""
         if not self._written:
             return paths
         plan, written = self.plan, self._written

@@ -61,7 +61,7 @@ def updating(plan: LayerPlan) -> Make:
 
     def make(rows: int) -> NpuBackendError:
         return PrepareError(
-            "a step came while the weights are being updated",
+            "the weights are being updated",
             whom=str(plan.layer),
             why="prepared copies are those of the weights before",
             remedy="call layer.after_update() once the new weights are there",
