@@ -79,7 +79,8 @@ def _whole(
                 "tokens.limit",
                 f"serves rows {low}..{high or 'any'} of "
                 f"{', '.join(sorted(str(p) for p in candidate.offer.envelope.phases))} only, and "
-                "batch invariance asks one strategy for all row counts",
+                "batch invariance asks one strategy for all row counts"
+                + "".join(f"; {limit.message}" for limit in candidate.offer.limits),
             )
             dropped.append((candidate, reason))
     return kept, dropped
