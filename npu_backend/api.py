@@ -12,8 +12,9 @@ from attrs import evolve, frozen
 from npu_backend.catalog import Catalog, load_catalog
 from npu_backend.deployment import Deployment
 from npu_backend.model.records import MlaLayer, ModelInfo
+from npu_backend.offers import BmmSpec
 from npu_backend.plan import ModelPlan
-from npu_backend.planner import plan_model
+from npu_backend.planner import BmmPlan, plan_bmm, plan_model
 from npu_backend.registry import Registry
 
 __all__ = ["Backend", "installed_torch_npu", "load"]
@@ -85,6 +86,14 @@ class Backend:
         return plan_model(
             layers, self.complete(deployment), self.registry, model=info, plugins=self.plugins
         )
+
+    def plan_bmm(self, spec: BmmSpec, deployment: Deployment) -> BmmPlan:
+        """Decide one batched matmul by itself, with every strategy's verdict.
+
+        Raises:
+            SelectionError: Some row count has no legal strategy.
+        """
+        return plan_bmm(spec, self.complete(deployment), self.registry)
 
 
 def load(
