@@ -1,13 +1,13 @@
 """What other engines choose for the same batched matmul: their rules as data.
 
 For comparison only; no decision rests on it. A rule's ``any`` lists alternatives, each an object of
-conditions that must all hold; a rule without ``any`` always holds. The first rule that holds counts.
+conditions that must all hold; a rule without ``any`` always holds. The first that holds counts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -16,20 +16,19 @@ from attrs import field, frozen
 
 __all__ = ["Peer", "load_peers"]
 
-CONDITIONS = ("tokens_from", "tokens_upto", "bk_from", "n_from", "soc", "phase")
+_CONDITIONS: Mapping[str, Callable[[Mapping[str, Any], Any], bool]] = {
+    "tokens_from": lambda said, bound: said["tokens"] >= bound,
+    "tokens_upto": lambda said, bound: said["tokens"] <= bound,
+    "bk_from": lambda said, bound: said["B"] * said["K"] >= bound,
+    "n_from": lambda said, bound: said["N"] >= bound,
+    "soc": lambda said, families: said["soc"] in families,
+    "phase": lambda said, phases: said["phase"] in phases,
+}
 """What a rule may look at; bounds are inclusive."""
 
 
 def _holds(condition: Mapping[str, Any], said: Mapping[str, Any]) -> bool:
-    found = {
-        "tokens_from": lambda bound: said["tokens"] >= bound,
-        "tokens_upto": lambda bound: said["tokens"] <= bound,
-        "bk_from": lambda bound: said["B"] * said["K"] >= bound,
-        "n_from": lambda bound: said["N"] >= bound,
-        "soc": lambda families: said["soc"] in families,
-        "phase": lambda phases: said["phase"] in phases,
-    }
-    return all(found[name](value) for name, value in condition.items())
+    return all(_CONDITIONS[name](said, value) for name, value in condition.items())
 
 
 @frozen
