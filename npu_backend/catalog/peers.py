@@ -64,8 +64,10 @@ class Peer:
         tokens: int,
         soc: str,
         phase: str,
-    ) -> str:
+    ) -> str | None:
         """Return the strategy, by this project's names, that the engine would call.
+
+        None where what it chooses is not recorded.
 
         Args:
             attention: ``mla``, or ``dsa`` for a layer with an indexer.
@@ -78,10 +80,10 @@ class Peer:
             phase: Phase of the step.
         """
         said = {"B": B, "K": K, "N": N, "tokens": tokens, "soc": soc, "phase": phase}
-        for rule in self._rules[attention, site]:
+        for rule in self._rules.get((attention, site), ()):
             if "any" not in rule or any(_holds(c, said) for c in rule["any"]):
                 return str(rule["choose"])
-        raise LookupError(f"{self.title} has no rule for {attention} {site} {said}")
+        return None
 
 
 @lru_cache(maxsize=1)

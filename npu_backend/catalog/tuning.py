@@ -34,6 +34,7 @@ __all__ = [
     "kernel_orders",
     "merged_tuning",
     "order_key",
+    "row_key",
     "without_times",
 ]
 
@@ -67,7 +68,7 @@ def order_key(soc: str, cann: str, site: str, shape: tuple[int, int, int], dtype
 def kernel_orders(section: Mapping[str, Any]) -> dict[OrderKey, KernelOrder]:
     """Return the orders of a checked section."""
     return {
-        _row_key(row): KernelOrder(
+        row_key(row): KernelOrder(
             order=tuple(row["order"]),
             rows=tuple(
                 ((part["tokens"][0], part["tokens"][1]), tuple(part["order"]))
@@ -79,7 +80,8 @@ def kernel_orders(section: Mapping[str, Any]) -> dict[OrderKey, KernelOrder]:
     }
 
 
-def _row_key(row: Mapping[str, Any]) -> OrderKey:
+def row_key(row: Mapping[str, Any]) -> OrderKey:
+    """Return what a row of the section is looked up by."""
     return order_key(
         row["soc"], row["cann"], row["site"], (row["B"], row["K"], row["N"]), row["dtype"]
     )
@@ -171,7 +173,7 @@ def merged_tuning(
         problems.append("section 'tuning' is not an object with a list 'bmm'")
         return dict(base)
     problems += [f"unknown part of section 'tuning' {k!r}" for k in over if k != "bmm"]
-    found = {_row_key(row): row for row in base["bmm"]}
+    found = {row_key(row): row for row in base["bmm"]}
     seen: set[OrderKey] = set()
     for index, row in enumerate(over.get("bmm", [])):
         where = f"tuning.bmm[{index}]"
@@ -181,7 +183,7 @@ def merged_tuning(
         wrong = _row_problems(row, where, socs)
         problems += wrong
         if not wrong:
-            key = _row_key(row)
+            key = row_key(row)
             if key in seen:
                 problems.append(f"{where} orders the same matmul a second time")
             seen.add(key)
