@@ -18,6 +18,7 @@ from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.prepare import Callables, prepare_layer
 from npu_backend.runtime.result import PreprocessResult
+from npu_backend.runtime.slots import check_slots, claim_slots
 
 __all__ = ["BoundLayer"]
 
@@ -96,13 +97,16 @@ class BoundLayer:
         second call does nothing.
 
         Raises:
-            PrepareError: An implementation failed, or its copies are not as declared.
+            PrepareError: An implementation failed, its copies are not as declared, or under graph
+                capture another plan's layer holds a kernel's slot.
         """
         if self._prepared:
             return
+        check_slots(self.plan)
         made = prepare_layer(self.plan, self._units, self._weights, self.cache, self._others)
         self.plan = made.plan
         self._install(made)
+        claim_slots(self, self.plan)
         self._prepared = True
 
     def release(self) -> Ledger:

@@ -92,5 +92,6 @@ def bind_kernel(
         given.check(unit.ops(), unit.whom)
     with torch.no_grad():
         prepared = Prepared(unit.prepare(), weights={spec.weight: held}, q_absorb=None, **context)
-        cache = LayerCache.allocate(spec.layer, 1, device=weight.device)
+        # A kernel writes no cache; an implementation that asks for one finds the smallest.
+        cache = LayerCache.allocate(spec.layer, 1, device=weight.device, max_positions=1)
         return unit.bind(prepared, cache)
