@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from npu_backend.errors import PrepareError
 from npu_backend.offers import SITES
 from npu_backend.plan import LayerPlan
+from npu_backend.planner.kernels import bmm_spec
 
 __all__ = ["check_slots", "claim_slots"]
 
@@ -22,13 +23,10 @@ _HELD: WeakKeyDictionary[Any, dict[str, tuple[tuple[int, int, int], str]]] = Wea
 def _wanted(plan: LayerPlan) -> dict[str, tuple[tuple[int, int, int], str]]:
     if not plan.deployment.graph_capture:
         return {}
-    layer, heads = plan.layer, plan.layer.local_heads(plan.deployment.attn_tp_size)
-    shapes = {
-        "q_absorb": (heads, layer.qk_nope_head_dim, layer.kv_lora_rank),
-        "v_up": (heads, layer.kv_lora_rank, layer.v_head_dim),
-    }
+    cells = {phase: ((1, bound),) for phase, bound in plan.reach.items()}
+    shapes = {s: bmm_spec(plan.layer, plan.deployment, s, cells).shape for s in SITES}
     return {
-        entry.offer.capture_slot: (shapes[site], f"{layer}, batched matmul {site}")
+        entry.offer.capture_slot: (shapes[site], f"{plan.layer}, batched matmul {site}")
         for site in SITES
         for entry in plan.table(site)
         if entry.offer is not None and entry.offer.capture_slot
