@@ -26,18 +26,19 @@ def _rank(candidate: Candidate, names: Sequence[str]) -> int | None:
 def arranged(
     ordered: Sequence[Candidate], fixed: Collection[Candidate], names: Sequence[str]
 ) -> list[Candidate]:
-    """Return the candidates with those that an order names permuted among their own places.
+    """Return the candidates with those that an order names in that order, and the rest behind.
 
-    What it does not name keeps its place: a plugin that was installed after the measurement stands
-    where the call order puts it. Requested candidates keep theirs too.
+    They stand before everything that their own plugins offer. What another plugin offers before
+    that keeps its place: a plugin that was installed after the measurement is asked first, as
+    without it. Requested candidates stay in front.
     """
-    ranks = {c: _rank(c, names) for c in ordered if c not in fixed}
-    places = [i for i, c in enumerate(ordered) if ranks.get(c) is not None]
-    named = sorted((ordered[i] for i in places), key=lambda c: ranks[c] or 0)
-    found = list(ordered)
-    for place, candidate in zip(places, named, strict=True):
-        found[place] = candidate
-    return found
+    ranks = {c: rank for c in ordered if c not in fixed and (rank := _rank(c, names)) is not None}
+    if not ranks:
+        return list(ordered)
+    plugins = {c.plugin for c in ranks}
+    first = next(i for i, c in enumerate(ordered) if c not in fixed and c.plugin in plugins)
+    named = sorted(ranks, key=lambda c: (ranks[c], c.order))
+    return [*ordered[:first], *named, *(c for c in ordered[first:] if c not in ranks)]
 
 
 def pieces_of(

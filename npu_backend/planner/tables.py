@@ -161,7 +161,8 @@ def gaps(served: Iterable[Served]) -> list[tuple[Phase, Range]]:
 def entries(
     served: Iterable[Served], ordered: Sequence[Candidate], order: str = ""
 ) -> tuple[TableEntry, ...]:
-    """Return the table: one entry per strategy and equal range, in order of preference.
+    """Return the table: one entry per strategy and equal range, in order of preference; by rows
+    where a measured order moves the preference with them.
 
     Args:
         served: Who serves what.
@@ -174,7 +175,8 @@ def entries(
         if run.by is not None:
             groups.setdefault((place[run.by], run.tokens), []).append(run.phase)
     rows = []
-    for index, tokens in sorted(groups, key=lambda key: (key[0], key[1][0])):
+    keys = sorted(groups, key=lambda key: (key[1][0] if order else 0, key[0], key[1][0]))
+    for index, tokens in keys:
         candidate, phases = ordered[index], set(groups[index, tokens])
         rows.append(
             TableEntry(
