@@ -21,18 +21,24 @@ BMM = "torch.bmm"
 
 
 class _Copies(TorchDispatchMode):
-    """Counts copies that read the activation's storage, and allocations before an op."""
+    """Counts copies of the activation, and copies of such copies."""
 
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__()
-        self.storage = x.untyped_storage().data_ptr()
+        # The tensors are held, so that no later storage gets the address of one that died.
+        self.held = [x]
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("clone", "copy_", "_to_copy", "contiguous"):
-            source = args[1] if func.overloadpacket.__name__ == "copy_" else args[0]
-            self.count += source.untyped_storage().data_ptr() == self.storage
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "_to_copy"):
+            source = args[1] if name == "copy_" else args[0]
+            storages = {t.untyped_storage().data_ptr() for t in self.held}
+            if source.untyped_storage().data_ptr() in storages:
+                self.count += 1
+                self.held.append(out)
+        return out
 
 
 @pytest.mark.parametrize("site", ["v_up", "q_absorb"])

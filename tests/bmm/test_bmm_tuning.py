@@ -226,6 +226,7 @@ def test_whatever_is_measured_every_row_count_has_exactly_one_entry(order, bound
     assert table[0][1][0] == 1
     assert table[-1][1][1] is None
     assert all(a[1][1] + 1 == b[1][0] for a, b in pairwise(table))
+    assert all(a[0] != b[0] for a, b in pairwise(table))
     for strategy, (_, high) in table:
         assert strategy != BMT or high <= 1024
     for row in (1, 1023, 1024, 1025, 5000):
