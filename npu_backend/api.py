@@ -17,8 +17,9 @@ from npu_backend.mlp.options import AttnTpOptions
 from npu_backend.mlp.plan import MlpPlan
 from npu_backend.mlp.rules import broken
 from npu_backend.model.records import MlaLayer, ModelInfo
+from npu_backend.offers import BmmSpec
 from npu_backend.plan import ModelPlan
-from npu_backend.planner import plan_model
+from npu_backend.planner import BmmPlan, plan_model
 from npu_backend.registry import Registry
 
 __all__ = ["Backend", "installed_torch_npu", "load"]
@@ -115,6 +116,14 @@ def _check_sizes(mlp: MlpPlan, deployment: Deployment) -> None:
             why=(f"MLPs: {mlp.parallel}", f"deployment: TP {other[0]}, attention TP {other[1]}"),
             remedy="give both the same TP and attention-TP sizes",
         )
+
+    def plan_bmm(self, spec: BmmSpec, deployment: Deployment) -> BmmPlan:
+        """Decide one batched matmul by itself, with every strategy's verdict.
+
+        Raises:
+            SelectionError: Some row count has no legal strategy.
+        """
+        return plan_bmm(spec, self.complete(deployment), self.registry)
 
 
 def load(

@@ -14,7 +14,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 from attrs.validators import ge, instance_of, optional
 
-from npu_backend.catalog import Catalog, load_catalog
+from npu_backend.catalog import Catalog, KernelOrder, load_catalog
 from npu_backend.catalog.versions import cann_key, suggest
 from npu_backend.errors import DeploymentError
 
@@ -455,6 +455,12 @@ class Deployment:
             op, key, cann=self.limits_cann, line=self.limits_line, soc=self.soc.family
         )
         return "not documented" if figure is None else figure.source
+
+    def kernel_order(
+        self, site: str, shape: tuple[int, int, int], dtype: str
+    ) -> KernelOrder | None:
+        """Return the measured order of a matmul's kernels on this chip and CANN, or None."""
+        return self.catalog.kernel_order(self.soc.family, self.cann_release, site, shape, dtype)
 
     def has_op(self, op: str) -> bool:
         """Whether the TorchNPU line registers ``npu::NAME``."""

@@ -130,7 +130,13 @@ def _entry(entry: TableEntry, with_note: bool = True) -> str:
 def _table(name: str, table: Table, empty: str) -> list[str]:
     if not table:
         return [f"  {name:<9}{empty}"]
-    return [f"  {name if i == 0 else '':<9}{_entry(entry)}" for i, entry in enumerate(table)]
+    lines = [f"  {name if i == 0 else '':<9}{_entry(entry)}" for i, entry in enumerate(table)]
+    return [*lines, *(f"  {'':<9}order: {text}" for text in measured_orders(table))]
+
+
+def measured_orders(table: Table) -> tuple[str, ...]:
+    """Return the sources of the measured orders that a table stands by."""
+    return tuple(dict.fromkeys(entry.order for entry in table if entry.order))
 
 
 def _weight(row: WeightPlan, count: int) -> list[str]:

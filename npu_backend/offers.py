@@ -156,6 +156,11 @@ def _reasons(value: Reason | Iterable[Reason]) -> tuple[Reason, ...]:
     return reasons
 
 
+def _limits(value: Reason | Iterable[Reason]) -> tuple[Reason, ...]:
+    found = (value,) if isinstance(value, Reason) else tuple(value)
+    return _reasons(found) if found else ()
+
+
 def _phase_set(value: Iterable[Phase | str] | Phase | str) -> frozenset[Phase]:
     if isinstance(value, frozenset) and all(type(p) is Phase for p in value):
         return value
@@ -267,6 +272,8 @@ class Offer:
         capture_slot: Name of a process-wide slot, keyed by rows, that the op's tiling holds under
             graph capture; two shapes must not share it.
         mode: Free text for the implementation and for people, such as a quantization mode.
+        limits: Why the envelope ends where it does, each with figure and source; told wherever a
+            row count or a phase outside it is asked for.
     """
 
     strategy: str = field(validator=_check_strategy)
@@ -282,6 +289,7 @@ class Offer:
     copies_input: bool = False
     capture_slot: str | None = None
     mode: str = ""
+    limits: tuple[Reason, ...] = field(converter=_limits, default=())
 
     def __attrs_post_init__(self) -> None:
         if unknown := self.uses - set(SITES):

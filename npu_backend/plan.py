@@ -48,6 +48,7 @@ class TableEntry:
         tokens: First and last row count served, None where unbounded.
         offer: The offer behind it; None where the host serves.
         plugin: Who offered it; None where the host serves.
+        order: Source of the measured order that it stands by; empty: the call order.
     """
 
     strategy: str
@@ -56,6 +57,7 @@ class TableEntry:
     tokens: tuple[int, int | None]
     offer: Offer | None = field(default=None, repr=False)
     plugin: PluginInfo | None = field(default=None, repr=False)
+    order: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -64,6 +66,7 @@ class TableEntry:
             "provider": self.provider,
             "phases": [p.value for p in self.phases],
             "tokens": list(self.tokens),
+            **({"order": self.order} if self.order else {}),
         }
 
 

@@ -4,6 +4,7 @@
 """
 
 from npu_backend.catalog.loader import Catalog, Figure, load_catalog
+from npu_backend.catalog.tuning import KernelOrder
 from npu_backend.catalog.versions import SocRecord, Versions
 
-__all__ = ["Catalog", "Figure", "SocRecord", "Versions", "load_catalog"]
+__all__ = ["Catalog", "Figure", "KernelOrder", "SocRecord", "Versions", "load_catalog"]

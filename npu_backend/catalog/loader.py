@@ -13,6 +13,13 @@ from typing import Any
 from attrs import field, frozen
 
 from npu_backend.catalog.override import SECTIONS, merged
+from npu_backend.catalog.tuning import (
+    KernelOrder,
+    OrderKey,
+    kernel_orders,
+    order_key,
+    without_times,
+)
 from npu_backend.catalog.versions import Versions, cann_key
 from npu_backend.errors import CatalogError
 
@@ -42,6 +49,7 @@ class Catalog:
         models: Bundled model descriptions by name.
         model_notes: What a model forbids, by bundled name.
         schemas: Op schemas by TorchNPU line and by kernel library.
+        orders: Measured orders of kernels; the bundled catalog has none.
     """
 
     version: str
@@ -51,6 +59,7 @@ class Catalog:
     models: Mapping[str, Mapping[str, Any]] = field(repr=False)
     model_notes: Mapping[str, tuple[Mapping[str, str], ...]] = field(repr=False)
     schemas: Mapping[str, Any] = field(repr=False)
+    orders: Mapping[OrderKey, KernelOrder] = field(factory=dict, repr=False)
     _memo: dict[tuple[Any, ...], Figure | None] = field(factory=dict, repr=False, init=False)
 
     def figure(
@@ -116,6 +125,17 @@ class Catalog:
             str(self.models[name]["model_type"]): rows for name, rows in self.model_notes.items()
         }
 
+    def kernel_order(
+        self, soc: str, cann: str, site: str, shape: tuple[int, int, int], dtype: str
+    ) -> KernelOrder | None:
+        """Return the measured order of a batched matmul's kernels, or None where none was taken.
+
+        It holds for the very chip family, CANN release, shape and dtype that it was measured with.
+        """
+        if not self.orders:
+            return None
+        return self.orders.get(order_key(soc, cann, site, shape, dtype))
+
     def library_has_op(self, library: str, op: str) -> bool:
         """Whether a kernel library registers an op such as ``npu::mla_preprocess``."""
         return op in self.schemas["libraries"].get(library, {"ops": {}})["ops"]
@@ -138,6 +158,7 @@ def _read(name: str) -> dict[str, Any]:
 
 def _load(override: Path | None) -> Catalog:
     limits, versions, models = _read("limits.json"), _read("versions.json"), _read("models.json")
+    tuning: dict[str, Any] = {"bmm": []}
     version = str(limits["version"])
     if override is not None:
         where = f"catalog override {override}"
@@ -151,12 +172,13 @@ def _load(override: Path | None) -> Catalog:
                 why=f"{type(err).__name__}: {err}",
                 remedy="give a JSON file with any of the sections " + ", ".join(SECTIONS),
             ) from err
-        sections = merged({"limits": limits, "versions": versions, "models": models}, over, where)
-        limits, versions, models = (sections[name] for name in SECTIONS)
+        bundled = {"limits": limits, "versions": versions, "models": models, "tuning": tuning}
+        sections = merged(bundled, over, where)
+        limits, versions, models, tuning = (sections[name] for name in SECTIONS)
         if limits["version"] == version:
             # The figures differ from the bundled ones, so the version must too: it stands in
             # every fingerprint, and two ranks with different overrides must not agree.
-            canonical = json.dumps(over, sort_keys=True, separators=(",", ":"))
+            canonical = json.dumps(without_times(over), sort_keys=True, separators=(",", ":"))
             version += "+" + hashlib.sha256(canonical.encode()).hexdigest()[:12]
         else:
             version = str(limits["version"])
@@ -168,6 +190,7 @@ def _load(override: Path | None) -> Catalog:
         models=models["models"],
         model_notes={name: tuple(rows) for name, rows in models["notes"].items()},
         schemas=_read("schemas.json"),
+        orders=kernel_orders(tuning),
     )
 
 
@@ -180,8 +203,8 @@ def load_catalog(override: str | Path | None = None) -> Catalog:
     """Return the bundled catalog, with a user's override file merged over it.
 
     Args:
-        override: JSON file with any of the sections ``limits``, ``versions``, ``models``; each
-            figure must name its source. A null limit lifts it.
+        override: JSON file with any of the sections ``limits``, ``versions``, ``models``,
+            ``tuning``; each figure must name its source. A null limit lifts it.
 
     Raises:
         CatalogError: The file cannot be read, or names an op or figure that does not exist.

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from npu_backend.catalog.tuning import merged_tuning
 from npu_backend.catalog.versions import cann_key, suggest
 from npu_backend.errors import CatalogError, DeploymentError
 
 __all__ = ["SECTIONS", "merged"]
 
-SECTIONS = ("limits", "versions", "models")
+SECTIONS = ("limits", "versions", "models", "tuning")
 SELECTORS = ("value", "by_cann", "by_line", "by_soc")
 """How a figure is looked up; each has exactly one."""
 _NOTE = ("strategy", "code", "message", "source")
@@ -178,7 +179,7 @@ def _models(base: Mapping[str, Any], over: Any, check: _Checked) -> dict[str, An
 def merged(
     bundled: Mapping[str, Mapping[str, Any]], over: Any, where: str
 ) -> dict[str, dict[str, Any]]:
-    """Return the three sections with an override merged over them.
+    """Return the sections with an override merged over them.
 
     Args:
         bundled: The bundled sections by name.
@@ -200,7 +201,10 @@ def merged(
     for name in over:
         check.known(name, SECTIONS, "section")
     merge = {"limits": _limits, "versions": _versions, "models": _models}
-    result = {name: merge[name](bundled[name], over.get(name, {}), check) for name in SECTIONS}
+    result = {name: merge[name](bundled[name], over.get(name, {}), check) for name in merge}
+    result["tuning"] = merged_tuning(
+        bundled["tuning"], over.get("tuning", {}), result["versions"]["socs"], check.problems
+    )
     if check.problems:
         raise CatalogError(
             "the catalog override cannot be used",

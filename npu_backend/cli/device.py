@@ -14,10 +14,17 @@ from attrs import frozen
 from npu_backend.api import installed_torch_npu
 from npu_backend.catalog import Catalog
 from npu_backend.cli.output import print_warning
-from npu_backend.deployment import Soc
+from npu_backend.deployment import Deployment, Soc
 from npu_backend.errors import NpuBackendError
 
-__all__ = ["DEVICES", "Device", "c_compiler", "device_nodes", "open_device"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "c_compiler",
+    "device_nodes",
+    "open_device",
+    "warn_of_other_versions",
+]
 
 DEVICES = ("auto", "cpu", "sim", "npu")
 
@@ -199,3 +206,21 @@ def open_device(choice: str, *, soc: str, cann: str | None, catalog: Catalog) ->
         # Never silently: the CPU shows less than the simulation does.
         print_warning(f"the simulated NPU does not come up, the CPU reference is used: {err}")
         return _cpu(f"the simulated NPU does not come up: {err.what}")
+
+
+def warn_of_other_versions(device: Device, deployment: Deployment, cann: str | None) -> None:
+    """Warn where what was asked for is not what runs (rule 9)."""
+    versions = deployment.catalog.versions
+    if device.torch_npu:
+        installed = versions.line_of(device.torch_npu)
+        if deployment.line != installed:
+            print_warning(
+                f"planned for TorchNPU line {deployment.line}, installed is {device.torch_npu} of "
+                f"line {installed}: calls follow the installed line"
+            )
+    if device.cann and cann and versions.known_cann(device.cann) != versions.known_cann(cann):
+        print_warning(f"planned for CANN {cann}, the device has {device.cann}")
+    if device.kind == "npu" and device.soc:
+        found = versions.soc(device.soc).family
+        if found != deployment.soc.family:
+            print_warning(f"planned for {deployment.soc}, the device is {device.soc} ({found})")

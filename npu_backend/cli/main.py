@@ -22,6 +22,7 @@ INTERNAL_ERROR = 3
 _COMMANDS = {
     "plan": "Decide, and say why; needs no torch.",
     "run": "Plan, build real layers, run, release, run again, and prove it.",
+    "bmm": "Tell which kernels may multiply one shape, and time them.",
     "plugins": "List every plugin, what became of it, and the order of calls.",
     "compare": "Tell what differs between two plans, and whether their KV layouts agree.",
     "doctor": "Tell what this machine has and what that allows.",

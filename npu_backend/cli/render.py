@@ -18,6 +18,7 @@ from npu_backend.explain import (
     format_rows,
     group_layers,
     headline,
+    measured_orders,
     mlp_lines,
 )
 from npu_backend.plan import ModelPlan
@@ -66,6 +67,8 @@ def render_group(out: Console, group: LayerGroup) -> None:
                 format_rows(entry.tokens).removeprefix("rows "),
                 escape(entry.provider),
             )
+        for text in measured_orders(plan.table(site)):
+            who.add_row("", escape(f"order: {text}"), "", "", "")
         if not plan.table(site):
             who.add_row(site, "-", "no path that serves needs it", "", "")
     out.print(who)

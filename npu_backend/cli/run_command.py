@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from npu_backend.catalog import load_catalog
-from npu_backend.cli.device import DEVICES, Device, open_device
+from npu_backend.cli.device import DEVICES, Device, open_device, warn_of_other_versions
 from npu_backend.cli.options import Planned, model_and_deployment_options, plan_from
 from npu_backend.cli.output import print_json, print_warning
-from npu_backend.deployment import Deployment
 from npu_backend.plan import SCHEMA
 
 __all__ = ["command"]
@@ -58,24 +57,6 @@ class _Bar:
             self._bar.add_task("layers", total=total)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], completed=done)
-
-
-def _warn_of_other_versions(device: Device, deployment: Deployment, cann: str | None) -> None:
-    """Warn where what was asked for is not what runs (rule 9)."""
-    versions = deployment.catalog.versions
-    if device.torch_npu:
-        installed = versions.line_of(device.torch_npu)
-        if deployment.line != installed:
-            print_warning(
-                f"planned for TorchNPU line {deployment.line}, installed is {device.torch_npu} of "
-                f"line {installed}: calls follow the installed line"
-            )
-    if device.cann and cann and versions.known_cann(device.cann) != versions.known_cann(cann):
-        print_warning(f"planned for CANN {cann}, the device has {device.cann}")
-    if device.kind == "npu" and device.soc:
-        found = versions.soc(device.soc).family
-        if found != deployment.soc.family:
-            print_warning(f"planned for {deployment.soc}, the device is {device.soc} ({found})")
 
 
 def _all_paths(planned: Planned, device: Device, seed: int, as_json: bool) -> int:
@@ -131,7 +112,7 @@ def command(device_choice: str, seed: int, all_paths: bool, **options: Any) -> i
     planned = plan_from(options, torch_npu=device.torch_npu, cann=device.cann)
     for text in planned.plan.warnings:
         print_warning(text)
-    _warn_of_other_versions(device, planned.plan.deployment, options["cann"])
+    warn_of_other_versions(device, planned.plan.deployment, options["cann"])
 
     if all_paths:
         return _all_paths(planned, device, seed, options["as_json"])

@@ -220,6 +220,7 @@ class _Planner:
                 deployment=self.deployment,
                 slots=self.slots,
                 shape=spec.shape,
+                order=self.deployment.kernel_order(site, spec.shape, spec.dtype),
             )
             self._kernels[key] = (decided, sorted_.known)
         decided, known = self._kernels[key]

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
+from npu_backend.catalog import KernelOrder
 from npu_backend.deployment import Deployment, Request
 from npu_backend.offers import Reason
 from npu_backend.plan import DeclineRecord, TableEntry, UnusedRecord
 from npu_backend.planner.answers import Sorted
+from npu_backend.planner.measured import pieces_of
 from npu_backend.planner.readers import Readers, counting
 from npu_backend.planner.requests import Unmet, check, matches, preferred
 from npu_backend.planner.tables import (
@@ -79,7 +81,8 @@ def _whole(
                 "tokens.limit",
                 f"serves rows {low}..{high or 'any'} of "
                 f"{', '.join(sorted(str(p) for p in candidate.offer.envelope.phases))} only, and "
-                "batch invariance asks one strategy for all row counts",
+                "batch invariance asks one strategy for all row counts"
+                + "".join(f"; {limit.message}" for limit in candidate.offer.limits),
             )
             dropped.append((candidate, reason))
     return kept, dropped
@@ -134,6 +137,7 @@ def decide(
     deployment: Deployment,
     slots: Slots = (),
     shape: tuple[int, int, int] | None = None,
+    order: KernelOrder | None = None,
 ) -> Decided:
     """Decide one table.
 
@@ -147,6 +151,7 @@ def decide(
         deployment: What is planned for.
         slots: Capture slots held so far.
         shape: ``(B, K, N)`` of the site.
+        order: The measured order of its kernels, where one was taken.
     """
     declined = list(sorted_.declined)
     dropped: list[tuple[Candidate, Reason]] = []
@@ -155,7 +160,7 @@ def decide(
         legal, dropped = _whole(legal, cells, per_phase=site is None)
     ordered, requested = preferred(legal, requests)
     while True:
-        served = serve(cells, ordered)
+        served = serve(cells, pieces_of(ordered, requested, order, deployment.batch_invariant))
         readers = readers_of(served)
         found = None
         if deployment.graph_capture:
@@ -187,7 +192,7 @@ def decide(
             tuple(f"{d.strategy}, {d.provider}: {r}" for d in declined for r in d.reasons),
         )
     return Decided(
-        table=entries(served, ordered),
+        table=entries(served, ordered, order.source if order else ""),
         served=tuple(served),
         readers=readers,
         declined=tuple(declined),

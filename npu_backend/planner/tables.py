@@ -10,7 +10,18 @@ from npu_backend.deployment import Phase, Reach
 from npu_backend.offers import Offer, PluginInfo
 from npu_backend.plan import TableEntry
 
-__all__ = ["Candidate", "Cells", "Served", "cells_of_reach", "entries", "gaps", "overlap", "serve"]
+__all__ = [
+    "Candidate",
+    "Cells",
+    "Pieces",
+    "Range",
+    "Served",
+    "cells_of_reach",
+    "entries",
+    "gaps",
+    "overlap",
+    "serve",
+]
 
 Range = tuple[int, "int | None"]
 Cells = Mapping[Phase, tuple[Range, ...]]
@@ -83,8 +94,48 @@ def covers(offer: Offer, cells: Cells, phases: Iterable[Phase]) -> bool:
     return all(tuple(part.get(p, ())) == tuple(cells[p]) for p in phases)
 
 
-def serve(cells: Cells, ordered: Sequence[Candidate]) -> list[Served]:
-    """Give each cell to the first candidate that covers it; what nobody covers has ``by`` None."""
+Pieces = Sequence[tuple[Range, Sequence[Candidate]]]
+"""Row ranges, ascending, with the order that counts in each."""
+
+
+def serve(cells: Cells, pieces: Pieces) -> list[Served]:
+    """Give each cell to the first candidate that covers it; what nobody covers has ``by`` None.
+
+    Args:
+        cells: What must be served.
+        pieces: The order of candidates by row range; one piece where rows do not matter.
+    """
+    if len(pieces) == 1:
+        return _serve(cells, pieces[0][1])
+    parts: list[Served] = []
+    for tokens, ordered in pieces:
+        inside = {
+            phase: tuple(part for r in ranges if (part := _intersect(r, tokens)))
+            for phase, ranges in cells.items()
+        }
+        parts += _serve({p: r for p, r in inside.items() if r}, ordered)
+    return _joined(parts, cells)
+
+
+def _joined(parts: Iterable[Served], cells: Cells) -> list[Served]:
+    """Put together adjacent runs of one phase that one candidate serves."""
+    joined: list[Served] = []
+    place = list(cells)
+    for run in sorted(parts, key=lambda s: (place.index(s.phase), s.tokens[0])):
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and (before.phase, before.by) == (run.phase, run.by)
+            and before.tokens[1] is not None
+            and before.tokens[1] + 1 == run.tokens[0]
+        ):
+            joined[-1] = Served(run.phase, (before.tokens[0], run.tokens[1]), run.by)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _serve(cells: Cells, ordered: Sequence[Candidate]) -> list[Served]:
     served: list[Served] = []
     for phase, ranges in cells.items():
         left = list(ranges)
@@ -107,15 +158,25 @@ def gaps(served: Iterable[Served]) -> list[tuple[Phase, Range]]:
     return [(s.phase, s.tokens) for s in served if s.by is None]
 
 
-def entries(served: Iterable[Served], ordered: Sequence[Candidate]) -> tuple[TableEntry, ...]:
-    """Return the table: one entry per strategy and equal range, in order of preference."""
+def entries(
+    served: Iterable[Served], ordered: Sequence[Candidate], order: str = ""
+) -> tuple[TableEntry, ...]:
+    """Return the table: one entry per strategy and equal range, in order of preference; by rows
+    where a measured order moves the preference with them.
+
+    Args:
+        served: Who serves what.
+        ordered: The candidates in order of preference.
+        order: Source of a measured order, where one counts.
+    """
     place = {candidate: index for index, candidate in enumerate(ordered)}
     groups: dict[tuple[int, Range], list[Phase]] = {}
     for run in served:
         if run.by is not None:
             groups.setdefault((place[run.by], run.tokens), []).append(run.phase)
     rows = []
-    for index, tokens in sorted(groups, key=lambda key: (key[0], key[1][0])):
+    keys = sorted(groups, key=lambda key: (key[1][0] if order else 0, key[0], key[1][0]))
+    for index, tokens in keys:
         candidate, phases = ordered[index], set(groups[index, tokens])
         rows.append(
             TableEntry(
@@ -125,6 +186,7 @@ def entries(served: Iterable[Served], ordered: Sequence[Candidate]) -> tuple[Tab
                 tokens=tokens,
                 offer=candidate.offer,
                 plugin=candidate.plugin,
+                order=order,
             )
         )
     return tuple(rows)

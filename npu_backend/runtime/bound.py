@@ -23,6 +23,7 @@ from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
 from npu_backend.runtime.prepare import Callables, PreparedLayer, prepare_layer
 from npu_backend.runtime.result import PreprocessResult
+from npu_backend.runtime.slots import check_slots, claim_slots
 
 __all__ = ["BoundLayer"]
 
@@ -122,14 +123,17 @@ class BoundLayer:
         second call does nothing.
 
         Raises:
-            PrepareError: An implementation failed, or its copies are not as declared.
+            PrepareError: An implementation failed, its copies are not as declared, or under graph
+                capture another plan's layer holds a kernel's slot.
         """
         if self._prepared:
             return
+        check_slots(self.plan)
         made, bound = prepare_layer(
             self.plan, self._units, self._weights, self._others, self._cache
         )
         self.plan, self._made, self._prepared = made.plan, made, True
+        claim_slots(self, self.plan)
         self._callables = bound
         if bound is None:
             self._refuse_steps(refusals.unattached(self.plan))

@@ -24,11 +24,12 @@ class Check:
 
     def add(self, code: str, message: str, figure: str | None = None) -> None:
         """Refuse, naming the version that the figure is of and where it comes from."""
-        if figure is not None:
-            message += (
-                f" [CANN {self.deployment.limits_cann}; {self.deployment.source(self.op, figure)}]"
-            )
-        self.reasons.append(Reason(code, message))
+        self.reasons.append(Reason(code, message + (self.cited(figure) if figure else "")))
+
+    def cited(self, figure: str) -> str:
+        """Return the version that a figure is of and where it comes from, in brackets."""
+        source = self.deployment.source(self.op, figure)
+        return f" [CANN {self.deployment.limits_cann}; {source}]"
 
     def member(self, code: str, what: str, value: object, figure: str) -> None:
         """Refuse a value that is not one of a figure's values."""
@@ -59,7 +60,11 @@ class Check:
         if not self.deployment.catalog.has_op(op, self.deployment.line):
             since = self.deployment.catalog.op_since(op)
             when = f"since line {since}" if since else "in no known line"
-            self.add("op.missing", f"{op} is {when}; this is line {self.deployment.line}")
+            self.add(
+                "op.missing",
+                f"{op} is {when}; this is line {self.deployment.line} "
+                f"[{self.deployment.catalog.schemas['source']}]",
+            )
 
     def library_op(self, ops: dict[str, str]) -> str | None:
         """Return the op of the chosen kernel library, or refuse where it supplies none."""
@@ -69,7 +74,7 @@ class Check:
             self.add(
                 "op.missing",
                 f"{self.op} is no op of torch_npu; it comes with {' or '.join(ops)}, and the "
-                f"kernel library is {library}",
+                f"kernel library is {library} [{self.deployment.catalog.schemas['source']}]",
             )
             return None
         return op

@@ -142,6 +142,9 @@ def _custom(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline:
         copies_input=bmm.input_layout == "strided",
         capture_slot=CUSTOM,
         mode=CUSTOM_OPS.get(deployment.kernels.name, ""),
+        limits=()
+        if rows is None
+        else Reason("tokens.limit", f"{CUSTOM} takes 1 to {rows} rows{check.cited('m_max')}"),
     )
 
 

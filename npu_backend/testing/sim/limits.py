@@ -6,6 +6,7 @@ The validators hold no figure of their own. This module is the only one that ask
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from attrs import frozen
@@ -35,6 +36,7 @@ class Place:
     line: str
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(cls, soc: str, cann: str | None = None, line: str | None = None) -> Place:
         """Resolve a chip or family name; CANN defaults to the newest, the line to its pair."""
         versions = load_catalog().versions
@@ -44,12 +46,12 @@ class Place:
     def __str__(self) -> str:
         return f"{self.family}, CANN {self.cann}, line {self.line}"
 
-    @property
+    @cached_property
     def limiting_cann(self) -> str:
         """The lower of the CANN version and the one paired with the line."""
         return min(self.cann, load_catalog().versions.paired_cann(self.line), key=cann_key)
 
-    @property
+    @cached_property
     def limiting_line(self) -> str:
         """The lower of the line and the one paired with the CANN version."""
         versions = load_catalog().versions

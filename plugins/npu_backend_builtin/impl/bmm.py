@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from npu_backend import Offer, PlanMismatchError
 from npu_backend.runtime import LayerCache, Prepared, Weights
 
 __all__ = ["Custom", "Explicit", "Plain", "Transposing"]
@@ -72,10 +73,22 @@ class Explicit(_Direct):
         return kernel
 
 
+def _not_contiguous(x: torch.Tensor, offer: Offer, whom: str) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"the activation {tuple(x.shape)} has strides {x.stride()}",
+        whom=f"{whom}, {offer.strategy}",
+        why="the op takes raw pointers, and the offer declares no copy of the activation "
+        "(copies_input): the plan took it for contiguous",
+        remedy="hand the attention output over contiguous, or request another kernel here",
+        code="layout.contiguous",
+    )
+
+
 class Custom(_Direct):
     """``batch_matmul_transpose`` of a kernel library, which ignores strides.
 
-    The weight is contiguous by the offer's envelope; the activation is made so here.
+    The weight is contiguous by the offer's envelope. The activation is copied only where the offer
+    says so; elsewhere one that is not contiguous is an error, for the op would read it wrongly.
     """
 
     def ops(self, weights: Weights) -> Iterable[str]:
@@ -87,14 +100,23 @@ class Custom(_Direct):
         weight = _weight(prepared)
         heads, _, width = weight.shape
         multiply = prepared.ops.batch_matmul_transpose
+        offer, whom = prepared.offer, f"{prepared.layer}, batched matmul {prepared.site}"
 
-        def kernel(x: torch.Tensor) -> torch.Tensor:
+        def copying(x: torch.Tensor) -> torch.Tensor:
             out = x.new_empty((x.shape[0], heads, width))
             if x.shape[0] != 0:
                 multiply(x.contiguous(), weight, out)
             return out
 
-        return kernel
+        def kernel(x: torch.Tensor) -> torch.Tensor:
+            if not x.is_contiguous():
+                raise _not_contiguous(x, offer, whom)
+            out = x.new_empty((x.shape[0], heads, width))
+            if x.shape[0] != 0:
+                multiply(x, weight, out)
+            return out
+
+        return copying if offer.copies_input else kernel
 
 
 class Plain(_Direct):
