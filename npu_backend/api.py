@@ -104,6 +104,14 @@ class Backend:
             return plan
         return evolve(plan, mlp=mlp, warnings=(*plan.warnings, *mlp.warnings))
 
+    def plan_bmm(self, spec: BmmSpec, deployment: Deployment) -> BmmPlan:
+        """Decide one batched matmul by itself, with every strategy's verdict.
+
+        Raises:
+            SelectionError: Some row count has no legal strategy.
+        """
+        return plan_bmm(spec, self.complete(deployment), self.registry)
+
 
 def _check_sizes(mlp: MlpPlan, deployment: Deployment) -> None:
     mine = (mlp.parallel.tp_size, mlp.parallel.attn_tp_size)
@@ -116,14 +124,6 @@ def _check_sizes(mlp: MlpPlan, deployment: Deployment) -> None:
             why=(f"MLPs: {mlp.parallel}", f"deployment: TP {other[0]}, attention TP {other[1]}"),
             remedy="give both the same TP and attention-TP sizes",
         )
-
-    def plan_bmm(self, spec: BmmSpec, deployment: Deployment) -> BmmPlan:
-        """Decide one batched matmul by itself, with every strategy's verdict.
-
-        Raises:
-            SelectionError: Some row count has no legal strategy.
-        """
-        return plan_bmm(spec, self.complete(deployment), self.registry)
 
 
 def load(
