@@ -19,7 +19,7 @@ from npu_backend.mlp.rules import broken
 from npu_backend.model.records import MlaLayer, ModelInfo
 from npu_backend.offers import BmmSpec
 from npu_backend.plan import ModelPlan
-from npu_backend.planner import BmmPlan, plan_model
+from npu_backend.planner import BmmPlan, plan_bmm, plan_model
 from npu_backend.registry import Registry
 
 __all__ = ["Backend", "installed_torch_npu", "load"]
