@@ -81,7 +81,6 @@ class BoundLayer:
         self._updating = self._release_again = False
         self.generation = 0
         self._written: dict[str, tuple[int, int]] = {}
-        self._callables: Callables | None = None
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
@@ -134,9 +133,10 @@ class BoundLayer:
         )
         self.plan, self._made, self._prepared = made.plan, made, True
         claim_slots(self, self.plan)
-        self._callables = bound
         if bound is None:
             self._refuse_steps(refusals.unattached(self.plan))
+        else:
+            self._install(bound)
         self._watch()
 
     def attach(self, cache: LayerCache) -> None:
@@ -171,8 +171,9 @@ class BoundLayer:
         self._cache = cache
         self._others = {**cache.tensors(), **self._others}
         if bound is not None:
-            self._callables = bound
-            if not self._updating:
+            if self._updating:
+                self._refuse_steps(refusals.updating(self.plan))
+            else:
                 self._install(bound)
 
     def release(self, *, empty_cache: bool = False) -> Ledger:
@@ -285,10 +286,11 @@ class BoundLayer:
             made, _ = prepare_layer(self.plan, self._units, self._weights, self._others, None)
             made = made.keep_addresses(self._made)
             bound = None if self._cache is None else made.bind(self._cache)
-            self.plan, self._made, self._callables = made.plan, made, bound
-            self._updating = False
+            self.plan, self._made = made.plan, made
             if bound is None:
                 self._refuse_steps(refusals.unattached(self.plan))
+            else:
+                self._install(bound)
             self._watch()
         self._updating = False
         self.generation += 1
@@ -445,28 +447,27 @@ class BoundLayer:
         return [name for name, at in self._written.items() if now.get(name, at) != at]
 
     def _watch(self) -> None:
-        """Note what copies were made of, and let steps see where it changes."""
-        self._written = self._versions()
-        if self._callables is not None and not self._updating:
-            self._install(self._callables)
+        """Note what copies were made of; steps see where it changes."""
+        self._written.clear()
+        self._written.update(self._versions())
 
     def _guarded(self, paths: Mapping[Phase, Path]) -> Mapping[Phase, Path]:
-        """Return the paths; while originals stand beside copies of them, a step first sees that
-        none was written since."""
-        if not self._written:
+        """Return the paths; where copies are made of originals, a step first sees that none that
+        stands beside its copy was written since. The callables stay the same for life, so that
+        nothing compiles anew after a release."""
+        if all(r.copy_of is None for r in self.plan.weights):
             return paths
-        plan, written = self.plan, self._written
-        watched = [(name, self._weights[name], *at) for name, at in written.items()]
+        plan, written, weights = self.plan, self._written, self._weights
 
         def guard(path: Path) -> Path:
             def guarded(
                 hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
             ) -> PreprocessResult:
-                if not torch.compiler.is_compiling():
+                if not torch.compiler.is_compiling() and written:
                     changed = [
                         name
-                        for name, weight, address, version in watched
-                        if weight._version != version or weight.data_ptr() != address
+                        for name, (address, version) in written.items()
+                        if weights[name]._version != version or weights[name].data_ptr() != address
                     ]
                     if changed:
                         raise refusals.stale(plan, changed)

@@ -75,7 +75,10 @@ def culprits(
         # type(), for a proxy's __class__ may run code.
         if not issubclass(type(candidate), torch.Tensor) or is_tombstone(candidate):
             continue
-        here = None if candidate is besides else span(candidate)
+        try:
+            here = None if candidate is besides else span(candidate)
+        except Exception:  # noqa: BLE001, S112 - a tensor without memory of its own holds none of it
+            continue
         if here is None or here.device != device:
             continue
         if here.start < start + nbytes and start < here.start + here.nbytes:

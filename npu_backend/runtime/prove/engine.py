@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from attrs import evolve
 
 from npu_backend.errors import NpuBackendError
 from npu_backend.plan import LayerPlan, ModelPlan
-from npu_backend.runtime import LayerCache, bind
+from npu_backend.runtime import AliasWarning, LayerCache, bind
 from npu_backend.runtime.bound import BoundLayer
 from npu_backend.runtime.prove import claims, release_claims
 from npu_backend.runtime.prove.execution import execute, seeded_sequences, shape_of
@@ -213,7 +214,10 @@ def _prove(run: _Run, seed: int, rows: Sequence[int], row_cap: int) -> None:
 def _release(run: _Run, bound: BoundLayer, given: dict[str, torch.Tensor]) -> None:
     with run.during("release"):
         watch = MemoryWatch(given, run.device)
-        ledger = bound.release()
+        with warnings.catch_warnings():
+            # What differs is a claim here, and told with its figures.
+            warnings.simplefilter("ignore", AliasWarning)
+            ledger = bound.release()
         proof = release_claims.prove_bytes(run.plan, bound.plan, ledger, watch)
     run.proofs.append(proof)
     run.record = evolve(run.record, ledger=ledger.to_dict(), fingerprint=bound.plan.fingerprint)
