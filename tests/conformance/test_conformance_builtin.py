@@ -2,8 +2,43 @@
 
 from __future__ import annotations
 
-from npu_backend.testing import BmmKernelConformance
-from npu_backend_builtin import transpose_bmm
+from attrs import evolve
+
+from npu_backend import Indexer, MlaLayer
+from npu_backend.testing import (
+    BmmKernelConformance,
+    PreprocessPathConformance,
+    ReleasePolicyConformance,
+)
+from npu_backend_builtin import absorb, mlapo, mlaprolog, role_release, transpose_bmm
+
+LAYER = MlaLayer(
+    layer_id=0,
+    hidden_size=64,
+    num_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=64,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=24,
+    indexer=Indexer("own"),
+)
+FUSED = evolve(
+    LAYER,
+    hidden_size=7168,
+    num_heads=2,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
+"""The smallest layer that the fused ops take on every line."""
+STATIC = evolve(
+    FUSED,
+    hidden_size=2048,
+    quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
+)
 
 
 class TestTransposing(BmmKernelConformance):
@@ -12,3 +47,24 @@ class TestTransposing(BmmKernelConformance):
     sites = ("v_up", "q_absorb")
     shapes = ((4, 128, 256),)
     dtypes = ("bfloat16", "float16", "float32")
+
+
+class TestRoleRelease(ReleasePolicyConformance):
+    plugin = role_release
+
+
+class TestAbsorb(PreprocessPathConformance):
+    plugin = absorb
+    layers = (LAYER, evolve(LAYER, q_lora_rank=None))
+
+
+class TestMlaProlog(PreprocessPathConformance):
+    plugin = mlaprolog
+    layers = (FUSED,)
+    refused = (LAYER,)
+
+
+class TestMlapo(PreprocessPathConformance):
+    plugin = mlapo
+    layers = (STATIC,)
+    refused = (LAYER, FUSED)
