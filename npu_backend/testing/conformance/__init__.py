@@ -8,3 +8,5 @@ offered (each in a process of its own), and on a real NPU where there is one.
 What a pass shows is what these devices show: see ``docs/simulation.md``. It never shows numerics or
 speed of an NPU unless it ran on one.
 """
+
+import npu_backend.runtime  # noqa: F401 - it decides how torch is imported, here and below

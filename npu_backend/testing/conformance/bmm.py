@@ -10,14 +10,13 @@ import pytest
 import torch
 from attrs import evolve, frozen
 
-import npu_backend.runtime as runtime  # before torch: it decides how torch is imported
+import npu_backend.runtime as runtime
 from npu_backend.deployment import Deployment
 from npu_backend.errors import BoundExceededError, NpuBackendError, SelectionError
 from npu_backend.model.records import MlaLayer
 from npu_backend.offers import SITE_WEIGHTS, BmmSpec, Offer, Record
 from npu_backend.plan import LayerPlan, TableEntry
 from npu_backend.runtime.prove.seeded import seeded_weights
-from npu_backend.runtime.prove.tolerance import relative_error
 from npu_backend.testing.conformance import measure
 from npu_backend.testing.conformance.base import Conformance, at_every_place
 from npu_backend.testing.conformance.places import Place
@@ -133,13 +132,23 @@ class _Rig:
         return x.to(getattr(torch, case.dtype)).to(self.device)[..., : case.K]
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product in fp64, independently of every op: from the values as loaded."""
-        a, b = x.detach().cpu().double(), self.weight.detach().cpu().double()
+        """Return the product of the values as loaded, by no op under test: in fp32, which holds
+        products of 16-bit values exactly; in fp64 where the values are fp32."""
+        wide = torch.float64 if self.case.dtype == "float32" else torch.float32
+        a, b = x.detach().cpu().to(wide), self.weight.detach().cpu().to(wide)
         return torch.matmul(a.transpose(0, 1), b).transpose(0, 1)
 
     def others(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return everything that is not the kernel's to change or to hand out."""
         return {"the activation": x, **self.given, **self.bound.cache.tensors()}
+
+
+def _worst_row(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative error of a row; infinite where a value is not finite."""
+    if not bool(torch.isfinite(found).all()):
+        return float("inf")
+    off = (found.double() - expected.double()).flatten(1).norm(dim=1)
+    return float((off / expected.double().flatten(1).norm(dim=1)).max())
 
 
 class BmmKernelConformance(Conformance):
@@ -157,6 +166,8 @@ class BmmKernelConformance(Conformance):
             result, and, where the offer says ``copies_input``, one of the activation.
         rows: Row counts to run beside the bounds of the envelope.
         row_cap: Bounds above are not run, and named so.
+        backends: Backends of torch.compile; ``aot_eager`` also functionalizes, as every backend
+            that generates code does.
     """
 
     shapes: ClassVar[Sequence[tuple[int, int, int]]] = ()
@@ -171,6 +182,7 @@ class BmmKernelConformance(Conformance):
     workspace: ClassVar[int] = 0
     rows: ClassVar[Sequence[int]] = (1, 2, 5)
     row_cap: ClassVar[int] = 2048
+    backends: ClassVar[Sequence[str]] = ("eager", "aot_eager")
 
     @classmethod
     def cases(cls) -> tuple[BmmCase, ...]:
@@ -240,8 +252,7 @@ class BmmKernelConformance(Conformance):
             return f"{rows} rows: the result is {out.dtype}, not torch.{case.dtype}"
         if out.device != x.device:
             return f"{rows} rows: the result is on {out.device}, not {x.device}"
-        found, expected = out.detach().cpu(), rig.expected(x)
-        worst = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        worst = _worst_row(out.detach().cpu(), rig.expected(x))
         bound = self.tolerances[case.dtype]
         if not worst <= bound:
             return f"{rows} rows: a row is off by {worst:.2g} of its size, tolerated is {bound:.2g}"
@@ -432,9 +443,9 @@ class BmmKernelConformance(Conformance):
     def test_compiles(self, at: Place, case: BmmCase) -> None:
         """One full graph without a break, and the same bits, for every row count of an entry."""
         with self.rig(at, case) as rig:
-            inside = [n for n in self._inside(rig)[0] if 2 <= n <= 64]
+            inside = [n for n in self._inside(rig)[0] if 2 <= n <= 64][:2]
             faults = []
-            for backend in ("eager", "aot_eager") if inside else ():
+            for backend in self.backends if inside else ():
                 torch._dynamo.reset()
                 try:
                     compiled = torch.compile(

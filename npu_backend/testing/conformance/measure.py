@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from npu_backend.runtime.storages import shares
 
@@ -76,6 +77,10 @@ class _Storages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            # What comes in without having been made here was there before: a prepared copy, say.
+            if isinstance(tensor, torch.Tensor):
+                self._held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         result = func(*args, **(kwargs or {}))
         flat = result if isinstance(result, (tuple, list)) else (result,)
         for tensor in flat:

@@ -21,6 +21,10 @@ DEVICES = ("cpu", "sim", "npu")
 """Kinds of places; of these ``npu`` counts only where there is a real one."""
 
 
+SIMULATED = ("A2", "A3", "A5")
+"""Chip families that the simulated NPU brings up; offers on others are asked and not run."""
+
+
 @frozen
 class Place:
     """A device with the chip and CANN version that is planned for.
@@ -71,7 +75,7 @@ def everywhere() -> tuple[tuple[str, str], ...]:
 def home_of(offered: Iterable[tuple[str, str]], devices: Iterable[str]) -> tuple[Place, ...]:
     """Return where the ordinary tests run: the first place where something is offered, on the CPU
     and on a simulated NPU, or on a real NPU in place of the latter."""
-    first = next(iter(offered), None)
+    first = next((p for p in offered if p[0] in SIMULATED), None)
     if first is None:
         return ()
     chosen = list(dict.fromkeys(devices))
@@ -80,6 +84,8 @@ def home_of(offered: Iterable[tuple[str, str]], devices: Iterable[str]) -> tuple
             chosen.remove("sim")
     elif "npu" in chosen:
         chosen.remove("npu")
+    if "sim" in chosen and find_spec("torch_npu") is None and "cpu" in chosen:
+        chosen.remove("sim")
     return tuple(Place(device, *first) for device in chosen)
 
 
@@ -88,6 +94,8 @@ def others_of(offered: Iterable[tuple[str, str]]) -> tuple[Place, ...]:
     where something is offered, and the first release of each other family."""
     kept: list[tuple[str, str]] = []
     for family, cann in offered:
+        if family not in SIMULATED:
+            continue
         if not kept or family == kept[0][0] or all(family != f for f, _ in kept):
             kept.append((family, cann))
     return tuple(Place("sim", *place) for place in kept)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 from attrs import evolve, frozen
 
-import npu_backend.runtime  # noqa: F401 - before torch: it decides how torch is imported
 from npu_backend.deployment import Deployment, Phase
 from npu_backend.model.records import Indexer, MlaLayer
 from npu_backend.model.weights import loaded_weights
@@ -20,7 +19,6 @@ from npu_backend.planner.readers import counting
 from npu_backend.runtime.prove import prove_layer
 from npu_backend.testing.conformance.base import Conformance
 from npu_backend.testing.conformance.places import (
-    DEVICES,
     Place,
     everywhere,
     home_of,
@@ -67,7 +65,8 @@ DEPLOYMENTS: tuple[Mapping[str, Any], ...] = (
     {"role": "decode", "promises": ["weight_update"]},
     {"role": "decode", "promises": ["export"]},
     {"role": "decode", "promises": ["local_prefill"]},
-    {"role": "decode", "promises": ["weight_update", "role_switch"], "restore": True},
+    {"role": "decode", "promises": ["weight_update"], "restore": True},
+    {"role": "decode", "promises": ["role_switch"], "restore": True},
     {"role": "decode", "promises": ["lora"]},
     {"role": "prefill", "host": "sglang", "phases": ["extend"]},
 )
@@ -103,11 +102,12 @@ class ReleasePolicyConformance(Conformance):
         layers: Layers that are voted on.
         deployments: Options of the deployments that are voted on.
         rows: Row counts of the steps before and after a release.
+        devices: The last one that there is counts.
     """
 
     layers: ClassVar[Sequence[MlaLayer]] = LAYERS
     deployments: ClassVar[Sequence[Mapping[str, Any]]] = DEPLOYMENTS
-    rows: ClassVar[Sequence[int]] = (1, 5)
+    rows: ClassVar[Sequence[int]] = (2,)
 
     @classmethod
     def cases(cls) -> tuple[ReleaseCase, ...]:
@@ -142,12 +142,18 @@ class ReleasePolicyConformance(Conformance):
             own = everywhere()[0]
             found = [
                 parameter(place, case, id=f"{place}-{case}")
-                for place in home_of([own], self.devices or DEVICES)
+                # Bytes are counted by a device's allocator; the CPU keeps no account.
+                for place in home_of([own], self.devices)[-1:]
                 for case in self.cases()
+                # What a promised phase reads is the host's to bring back before it runs.
+                if not (dict(case.options).get("restore") and self._switches(case))
             ]
             metafunc.parametrize(("place", "case"), found)
         elif "case" in metafunc.fixturenames:
             metafunc.parametrize("case", [pytest.param(c, id=str(c)) for c in self.cases()])
+
+    def _switches(self, case: ReleaseCase) -> bool:
+        return "role_switch" in dict(case.options).get("promises", ())
 
     @pytest.fixture
     def at(self, request: pytest.FixtureRequest, place: Place | None) -> Place:
@@ -191,7 +197,7 @@ class ReleasePolicyConformance(Conformance):
             pytest.fail("\n  ".join([f"{self.subject().info}, {case}", *dict.fromkeys(faults)]))
 
     def test_answers_are_stable(self) -> None:
-        """Twins have the same votes, asked again they are the same, and readers stay as they are."""
+        """Twins have the same votes, and so has who asks again; readers stay as they are."""
         subject, faults = self.subject(), []
         for case in self.cases():
             deployment, readers = self._deployment(case), _unread(case.layer)
