@@ -1,6 +1,6 @@
 """Plugins with one fault each, and the suites that must find it.
 
-Run by test_conformance_faults.py in a process of its own: pytest does not collect this file unasked.
+Run by test_conformance_faults.py in a process of its own; pytest does not collect it unasked.
 The sound ones show that it is the fault that is found.
 """
 
@@ -206,7 +206,7 @@ class IgnoresStrides(Kernel):
     """What an op that takes raw pointers computes."""
 
     def multiply(self, x, w):
-        rows, heads, depth = x.shape
+        _, heads, depth = x.shape
         raw = torch.as_strided(x, x.shape, (heads * depth, depth, 1), x.storage_offset())
         return super().multiply(raw, w)
 
@@ -348,7 +348,7 @@ class TestRaises(Suite):
 
 
 class Step:
-    """What `npu-backend new-plugin --kind path` writes, taken apart so that one piece can change."""
+    """A sound path, taken apart so that one piece can change."""
 
     offer: ClassVar[dict[str, Any]] = {}
 
@@ -478,7 +478,7 @@ class TestPathWrongDtype(PathSuite):
 
 
 class PathUndeclaredRead(Step):
-    """Says that it works with a copy of q_b_proj, so the original may go, and reads the original."""
+    """Says that it works with a copy of q_b_proj, and reads the original."""
 
     offer: ClassVar = {"reads": ["fused_qkv_a_proj"], "copies": ["q_b_proj"]}
 

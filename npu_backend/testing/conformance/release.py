@@ -202,11 +202,14 @@ class ReleasePolicyConformance(Conformance):
         for case in self.cases():
             deployment, readers = self._deployment(case), _unread(case.layer)
             before, first = dict(readers), subject.votes(case.layer, deployment, readers)
-            twin = evolve(case.layer, layer_id=case.layer.layer_id + 40, prefix="model.layers.43")
+            twins = [
+                evolve(case.layer, layer_id=case.layer.layer_id + n, prefix=f"model.layers.{n}")
+                for n in (1, 40)
+            ]
             turned = dict(reversed(readers.items()))
             asked = {
                 "asked again": subject.votes(case.layer, deployment, readers),
-                "asked for a twin": subject.votes(twin, deployment, readers),
+                **{f"asked for its twin {t}": subject.votes(t, deployment, readers) for t in twins},
                 "with readers in another order": subject.votes(case.layer, deployment, turned),
             }
             faults += [
