@@ -13,7 +13,7 @@ from npu_backend.api import Backend, load
 from npu_backend.deployment import Deployment
 from npu_backend.errors import PluginError
 from npu_backend.model.records import MlaLayer
-from npu_backend.offers import Answer, BmmSpec, Offer, PluginInfo, Record
+from npu_backend.offers import Answer, BmmSpec, Offer, PluginInfo, Record, Status
 from npu_backend.plan import LayerPlan
 from npu_backend.planner import plan_model
 from npu_backend.registry import Registry
@@ -84,12 +84,11 @@ class Subject:
         backend = load(
             third_party=False, strict=True, disable=[w for w in without if w != info.name]
         )
-        if not any(r.info == info for r in backend.registry.plugins):
-            backend.registry.register(plugin, name=info.name, dist=info.dist, version=info.version)
-            info = next(
-                r.info
-                for r in backend.registry.plugins
-                if (r.info.name, r.info.dist) == (info.name, info.dist)
+        active = [r.info for r in backend.registry.plugins if r.status is Status.ACTIVE]
+        if info not in active:
+            # Also where it is installed: what a test holds in its hands is what is tested.
+            info = backend.registry.register(
+                plugin, name=info.name, dist=info.dist, version=info.version
             )
         return cls(info, backend)
 

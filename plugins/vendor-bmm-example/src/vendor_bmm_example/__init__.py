@@ -11,7 +11,7 @@ def select_bmm_kernel(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline |
         return None
     if bmm.shape in SHAPES and deployment.soc.family == "A3":
         kernel = "vendor_bmm_example.kernel:VendorBmm"
-        rows = Envelope(tokens=(1, 256))
+        rows = Envelope(tokens=(1, 128))
         return Offer(strategy="vendor_bmm", impl=kernel, envelope=rows, reads=[bmm.weight])
     why = f"made for {sorted(SHAPES)} on A3, not {bmm.shape} on {deployment.soc.family}"
     return Decline(strategy="vendor_bmm", reasons=Reason("vendor_bmm.shape", why))
