@@ -1,4 +1,4 @@
-"""Selection: where the vendor's kernel is offered, and why it is not elsewhere. Imports no torch."""
+"""Where the vendor's kernel is offered, and why it is not elsewhere. Imports no torch."""
 
 from npu_backend import BmmSpec, Decline, Deployment, Envelope, Offer, Reason, hookimpl
 
@@ -14,4 +14,4 @@ def select_bmm_kernel(bmm: BmmSpec, deployment: Deployment) -> Offer | Decline |
         rows = Envelope(tokens=(1, 128))
         return Offer(strategy="vendor_bmm", impl=kernel, envelope=rows, reads=[bmm.weight])
     why = f"made for {sorted(SHAPES)} on A3, not {bmm.shape} on {deployment.soc.family}"
-    return Decline(strategy="vendor_bmm", reasons=Reason("vendor_bmm.shape", why))
+    return Decline(strategy="vendor_bmm", reasons=Reason("vendor-bmm-example.shape", why))
