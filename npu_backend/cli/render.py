@@ -80,8 +80,9 @@ def render_group(out: Console, group: LayerGroup) -> None:
                 )
         for unused in plan.unused:
             name = unused.strategy + (f" at {unused.site}" if unused.site else "")
-            who = ", ".join(dict.fromkeys(e.provider for e in plan.table(unused.site or "path")))
-            why.add_row(escape(name), escape(unused.provider), escape(f"legal; first is {who}"))
+            first = dict.fromkeys(e.provider for e in plan.table(unused.site or "path"))
+            told = f"legal; first is {', '.join(first)}"
+            why.add_row(escape(name), escape(unused.provider), escape(told))
         out.print(why)
     weights = grid("weight", "bytes", "action", "why")
     for row in plan.weights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -65,6 +64,10 @@ class _Survey:
         return tuple(p for c, p in self.answers if c == case and self.offer(c, p))
 
 
+_SUBJECTS: dict[type, Subject] = {}
+_SURVEYS: dict[type, _Survey] = {}
+
+
 class Conformance:
     """Base of the suites; subclass one of those, not this.
 
@@ -78,6 +81,7 @@ class Conformance:
         canns: CANN releases, likewise.
         deployment: More options of the deployment, such as ``{"kernels": "none"}``.
         devices: Where to run: ``cpu``, ``sim``, and ``npu`` where there is a real one.
+        without: Built-in plugins that are left out beside it.
     """
 
     plugin: ClassVar[Any] = None
@@ -88,6 +92,7 @@ class Conformance:
     canns: ClassVar[Sequence[str] | None] = None
     deployment: ClassVar[Mapping[str, Any]] = {}
     devices: ClassVar[Sequence[str]] = DEVICES
+    without: ClassVar[Sequence[str]] = ()
 
     # --- what a suite defines -------------------------------------------------------------------
 
@@ -111,7 +116,11 @@ class Conformance:
     @classmethod
     def subject(cls) -> Subject:
         """Return the plugin in a registry of its own."""
-        return _subject(cls)
+        if cls not in _SUBJECTS:
+            _SUBJECTS[cls] = Subject.of(
+                cls.plugin, name=cls.name, dist=cls.dist, without=cls.without
+            )
+        return _SUBJECTS[cls]
 
     @classmethod
     def survey(cls) -> _Survey:
@@ -120,7 +129,9 @@ class Conformance:
         Raises:
             NpuBackendError: The plugin fails, or what is under test is not clear.
         """
-        return _survey(cls)
+        if cls not in _SURVEYS:
+            _SURVEYS[cls] = _asked(cls)
+        return _SURVEYS[cls]
 
     @classmethod
     def claimed(cls, place: tuple[str, str]) -> bool:
@@ -239,13 +250,7 @@ def _deployment(suite: type[Conformance], place: tuple[str, str]) -> Deployment:
     return Place("cpu", *place).deployment(**suite.options())
 
 
-@cache
-def _subject(suite: type[Conformance]) -> Subject:
-    return Subject.of(suite.plugin, name=suite.name, dist=suite.dist)
-
-
-@cache
-def _survey(suite: type[Conformance]) -> _Survey:
+def _asked(suite: type[Conformance]) -> _Survey:
     subject = suite.subject()
     if not suite.cases():
         raise NpuBackendError(

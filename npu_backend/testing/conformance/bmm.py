@@ -56,8 +56,6 @@ class BmmCase:
     def layer(self) -> MlaLayer:
         """Return a layer with this matmul, everything else about it small."""
         absorb = self.site == "q_absorb"
-        layouts = {"w_kc_layout": "strided", "w_vc_layout": "contiguous"}
-        layouts["w_kc_layout" if absorb else "w_vc_layout"] = self.layout
         return MlaLayer(
             layer_id=0,
             hidden_size=_HIDDEN,
@@ -67,7 +65,8 @@ class BmmCase:
             v_head_dim=_V if absorb else self.N,
             qk_rope_head_dim=_ROPE,
             dtype=self.dtype,
-            **layouts,
+            w_kc_layout=self.layout if absorb else "strided",
+            w_vc_layout="contiguous" if absorb else self.layout,
         )
 
     def spec(self) -> BmmSpec:

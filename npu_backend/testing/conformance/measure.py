@@ -65,11 +65,11 @@ class Poisoned:
             self.tensor.copy_(self._kept)
 
 
-class _Storages(TorchDispatchMode):
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that ops make, whether or not they live on."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         # Held, or an address could be given out twice.
         self._held = {t.untyped_storage().data_ptr(): t for t in known}

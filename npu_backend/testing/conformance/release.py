@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -108,6 +107,7 @@ class ReleasePolicyConformance(Conformance):
     layers: ClassVar[Sequence[MlaLayer]] = LAYERS
     deployments: ClassVar[Sequence[Mapping[str, Any]]] = DEPLOYMENTS
     rows: ClassVar[Sequence[int]] = (2,)
+    without: ClassVar[Sequence[str]] = ("role_release",)
 
     @classmethod
     def cases(cls) -> tuple[ReleaseCase, ...]:
@@ -128,11 +128,6 @@ class ReleasePolicyConformance(Conformance):
         plan = _plan(subject, case, deployment)
         readers = {w.name: w.readers for w in plan.weights if w.copy_of is None}
         return subject.votes(case.layer, deployment, readers)
-
-    @classmethod
-    def subject(cls) -> Subject:
-        """Return the plugin in a registry without the built-in policy."""
-        return _subject(cls)
 
     # --- pytest ---------------------------------------------------------------------------------
 
@@ -256,8 +251,3 @@ def _reader_sets(case: ReleaseCase, deployment: Deployment) -> Iterator[Readers]
 
 def _plan(subject: Subject, case: ReleaseCase, deployment: Deployment) -> LayerPlan:
     return plan_model([case.layer], deployment, subject.registry).layers[0]
-
-
-@cache
-def _subject(suite: type[ReleasePolicyConformance]) -> Subject:
-    return Subject.of(suite.plugin, name=suite.name, dist=suite.dist, without=["role_release"])
