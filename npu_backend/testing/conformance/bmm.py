@@ -367,12 +367,15 @@ class BmmKernelConformance(Conformance):
             declared = rig.offer.step_reads
             for name in (w.name for w in rig.plan.weights if w.copy_of is None):
                 with measure.Poisoned(rig.given[name]):
+                    how = ""
                     try:
                         matters = not measure.same_bits(before, rig.kernel(x))
-                    except Exception:  # noqa: BLE001 - it looked at what it was given
-                        matters = True
+                    except Exception as err:  # noqa: BLE001 - it looked at what it was given
+                        matters, how = True, f" (the step raised {type(err).__name__}: {err})"
                 if matters and name not in declared:
-                    faults.append(f"{name} is read in a step, and the offer does not declare it")
+                    faults.append(
+                        f"{name} is read in a step, and the offer does not declare it{how}"
+                    )
                 if not matters and name in declared:
                     faults.append(f"{name} is declared as read in every step, and is not")
             if faults:

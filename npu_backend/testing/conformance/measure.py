@@ -46,23 +46,25 @@ def sharing(result: torch.Tensor, others: Mapping[str, torch.Tensor]) -> list[st
 
 
 class Poisoned:
-    """Overwrites a tensor while it is entered, so that whoever reads it gives something else."""
+    """Overwrites a tensor while it is entered, so that whoever reads it gives something else.
+
+    Written behind torch's back: the version of the tensor stays, or a guard against copies that
+    went stale would refuse the step, which says nothing of who reads.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self._bytes = tensor.data
         self._kept = tensor.detach().clone()
 
     def __enter__(self) -> None:
-        with torch.no_grad():
-            if self.tensor.is_floating_point():
-                # Every value, so that one that counts little counts as well.
-                self.tensor.fill_(float("nan"))
-            else:
-                self.tensor.copy_(torch.full_like(self._kept, 85).bitwise_xor(self._kept))
+        if self._bytes.is_floating_point():
+            # Every value, so that one that counts little counts as well.
+            self._bytes.fill_(float("nan"))
+        else:
+            self._bytes.copy_(torch.full_like(self._kept, 85).bitwise_xor(self._kept))
 
     def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            self.tensor.copy_(self._kept)
+        self._bytes.copy_(self._kept)
 
 
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -299,13 +299,16 @@ class PreprocessPathConformance(Conformance):
             kernels = {SITE_WEIGHTS["q_absorb"]} if "q_absorb" in rig.offer.uses else set()
             for name in (w.name for w in rig.plan.weights if w.copy_of is None):
                 with measure.Poisoned(rig.given[name]):
+                    how = ""
                     try:
                         matters = bool(measure.changed(before, rig.step(rows)))
-                    except Exception:  # noqa: BLE001 - it looked at what it was given
-                        matters = True
+                    except Exception as err:  # noqa: BLE001 - it looked at what it was given
+                        matters, how = True, f" (the step raised {type(err).__name__}: {err})"
                 read = name in declared or name.removesuffix(".scale") in declared
                 if matters and not read and name not in kernels:
-                    faults.append(f"{name} is read in a step, and the offer does not declare it")
+                    faults.append(
+                        f"{name} is read in a step, and the offer does not declare it{how}"
+                    )
                 if not matters and name in declared:
                     faults.append(f"{name} is declared as read in every step, and is not")
             if faults:
