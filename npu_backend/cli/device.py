@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from attrs import frozen
@@ -16,6 +14,7 @@ from npu_backend.catalog import Catalog
 from npu_backend.cli.output import print_warning
 from npu_backend.deployment import Deployment, Soc
 from npu_backend.errors import NpuBackendError
+from npu_backend.testing.hardware import bring_up, device_nodes
 
 __all__ = [
     "DEVICES",
@@ -104,11 +103,6 @@ class Device:
         }
 
 
-def device_nodes() -> list[str]:
-    """Return the device files of NPUs that the driver offers to this process."""
-    return sorted(str(p) for p in Path("/dev").glob("davinci[0-9]*"))
-
-
 def c_compiler() -> str | None:
     """Return the C compiler that would build the simulated NPU's stand-ins, or None."""
     candidates = (os.environ.get("CC"), "gcc", "cc")
@@ -155,12 +149,7 @@ def _sim(soc: Soc, cann: str | None, why: str = "") -> Device:
 
 def _npu(why: str = "") -> Device:
     try:
-        torch = import_module("torch")
-        torch_npu = import_module("torch_npu")
-        torch.npu.set_device(0)
-        torch.npu.config.allow_internal_format = True  # as hosts do: lines up to 7.3 need it for NZ
-        soc = str(torch.npu.get_device_name(0))
-        cann = str(torch_npu.npu.utils.get_cann_version()).split(":")[-1].strip()
+        soc, cann = bring_up()
     except Exception as err:
         raise NpuBackendError(
             "the NPU does not come up",
@@ -168,7 +157,7 @@ def _npu(why: str = "") -> Device:
             why=f"{type(err).__name__}: {err}",
             remedy="check torch-npu, CANN and the driver with npu-smi info, or use --device sim",
         ) from err
-    return Device("npu", "npu:0", torch.__version__, installed_torch_npu(), soc, cann, why)
+    return Device("npu", "npu:0", _torch().__version__, installed_torch_npu(), soc, cann, why)
 
 
 def open_device(choice: str, *, soc: str, cann: str | None, catalog: Catalog) -> Device:

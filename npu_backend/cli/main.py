@@ -25,6 +25,7 @@ _COMMANDS = {
     "bmm": "Tell which kernels may multiply one shape, and time them.",
     "plugins": "List every plugin, what became of it, and the order of calls.",
     "compare": "Tell what differs between two plans, and whether their KV layouts agree.",
+    "new-plugin": "Start a plugin of your own: a distribution whose tests pass at once.",
     "doctor": "Tell what this machine has and what that allows.",
 }
 
@@ -38,7 +39,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = import_module(f"npu_backend.cli.{cmd_name}_command")
+        module = import_module(f"npu_backend.cli.{cmd_name.replace('-', '_')}_command")
         command: click.Command = module.command
         return command
 

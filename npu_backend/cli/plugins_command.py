@@ -6,25 +6,15 @@ from typing import Any
 
 import click
 
-from npu_backend.api import Backend, load
+from npu_backend.api import load
 from npu_backend.cli.options import plugin_options
 from npu_backend.cli.output import print_json
-from npu_backend.deployment import Deployment
-from npu_backend.errors import NpuBackendError
-from npu_backend.explain import format_phases, format_rows, group_layers
 from npu_backend.offers import Status
 from npu_backend.plan import SCHEMA
+from npu_backend.registry import PLUGIN_API
+from npu_backend.registry.standing import ties
 
 __all__ = ["command"]
-
-CHECKED = (
-    ("glm-5.2", "none", {"role": "decode", "cann": "9.1.0"}),
-    ("deepseek-v3", "none", {"role": "decode", "cann": "9.0.0"}),
-    ("deepseek-v3.2", "w8a8-dynamic", {"role": "prefill", "cann": "9.1.0"}),
-    ("kimi-k2", "w8a8-static", {"role": "decode", "cann": "9.1.0", "max_tokens": 1024}),
-    ("kimi-k3", "none", {"role": "null", "cann": "9.2.0"}),
-)
-"""The standard set that ``--check`` asks every hook on: bundled model, quantization, deployment."""
 
 
 @click.command(name="plugins")
@@ -34,7 +24,9 @@ CHECKED = (
 def command(check: bool, as_json: bool, **options: Any) -> int:
     """List every plugin with distribution, version, status, hooks and call order.
 
-    With --check, exits 1 if a plugin failed to load or failed inside a hook.
+    With --check, every hook is asked on a standard set of models; the answer is who would win
+    where, who is shadowed and by whom, and, where torch is installed, whether each implementation
+    can be had. Exits 1 if a plugin failed to load, failed inside a hook, or has no implementation.
     """
     backend = load(
         enable=options["enable"] or None,
@@ -43,61 +35,27 @@ def command(check: bool, as_json: bool, **options: Any) -> int:
         third_party=not options["no_third_party"],
         catalog=options["catalog"],
     )
+    hooks = ("select_preprocess_path", "select_bmm_kernel", "release_weights")
     data: dict[str, Any] = {
         "schema": SCHEMA,
+        "api": PLUGIN_API,
         "plugins": [record.to_dict() for record in backend.registry.plugins],
         "call_order": {
-            hook: [info.provider for info in backend.registry.call_order(hook)]
-            for hook in ("select_preprocess_path", "select_bmm_kernel", "release_weights")
+            hook: [info.provider for info in backend.registry.call_order(hook)] for hook in hooks
         },
+        "ties": [tie.to_dict() for tie in ties(backend.registry.plugins, hooks)],
     }
+    failed = any(r.status is Status.FAILED for r in backend.registry.plugins)
     if check:
-        data["check"] = _check(backend)
+        from npu_backend.cli.plugin_check import check_plugins
+
+        data["check"], data["summary"] = check_plugins(backend)
+        failed |= any(row["failures"] for row in data["check"])
+        failed |= any(row["status"] == "failed" for row in data["summary"]["impls"])
     if as_json:
         print_json(data)
     else:
         from npu_backend.cli.render import render_plugins
 
         render_plugins(data)
-    failed = any(r.status is Status.FAILED for r in backend.registry.plugins)
-    return int(check and (failed or any(c["failures"] for c in data["check"])))
-
-
-def _check(backend: Backend) -> list[dict[str, Any]]:
-    from npu_backend.model.read import read_model
-
-    results = []
-    for name, quant, wanted in CHECKED:
-        row: dict[str, Any] = {
-            "model": name,
-            "quant": quant,
-            **wanted,
-            "winners": [],
-            "failures": [],
-        }
-        try:
-            model = read_model(name, quant=quant, catalog=backend.catalog)
-            plan = backend.plan(model, Deployment(catalog=backend.catalog, **wanted))
-        except NpuBackendError as err:
-            row["failures"].append(str(err))
-        else:
-            for group in group_layers(plan.layers):
-                for site in ("path", "q_absorb", "v_up"):
-                    row["winners"] += [
-                        {
-                            "layers": group.title,
-                            "table": site,
-                            "strategy": e.strategy,
-                            "where": f"{format_phases(e.phases)}, {format_rows(e.tokens)}",
-                            "provider": e.provider,
-                        }
-                        for e in group.first.table(site)
-                    ]
-                row["failures"] += [
-                    f"{group.title}: {d.provider}: {reason}"
-                    for d in group.first.declined
-                    for reason in d.reasons
-                    if reason.code == "plugin.failed"
-                ]
-        results.append(row)
-    return results
+    return int(check and failed)

@@ -84,7 +84,9 @@ def render_group(out: Console, group: LayerGroup) -> None:
                 )
         for unused in plan.unused:
             name = unused.strategy + (f" at {unused.site}" if unused.site else "")
-            why.add_row(escape(name), escape(unused.provider), "legal; others cover it first")
+            first = dict.fromkeys(e.provider for e in plan.table(unused.site or "path"))
+            told = f"legal; first is {', '.join(first)}"
+            why.add_row(escape(name), escape(unused.provider), escape(told))
         out.print(why)
     weights = grid("weight", "bytes", "action", "why")
     for row in plan.weights:
@@ -190,9 +192,13 @@ def render_plugins(data: Mapping[str, Any]) -> None:
     out.print("\n[bold]call order[/bold] (asked first to last)")
     for hook, order in data["call_order"].items():
         out.print(f"  {hook}: {escape(' > '.join(order)) or 'nobody'}")
+    for tie in data["ties"]:
+        out.print(f"  tie in {tie['hook']}: {escape(' > '.join(tie['plugins']))}: {tie['by']}")
     for row in data.get("check", ()):
+        tp = f", attention TP {row['attn_tp_size']}" if "attn_tp_size" in row else ""
         out.print(
-            f"\n[bold]{row['model']}[/bold] {row['quant']}, role {row['role']}, CANN {row['cann']}"
+            f"\n[bold]{row['model']}[/bold] {row['quant']}, role {row['role']}, {row['soc']}, "
+            f"CANN {row['cann']}{tp}"
         )
         wins = grid("layers", "table", "winner", "where", "provider")
         for w in row["winners"]:
@@ -200,8 +206,33 @@ def render_plugins(data: Mapping[str, Any]) -> None:
                 *(escape(w[k]) for k in ("layers", "table", "strategy", "where", "provider"))
             )
         out.print(wins)
+        if row["shadowed"]:
+            shadowed = grid("layers", "table", "shadowed", "provider", "by", "why")
+            for s in row["shadowed"]:
+                shadowed.add_row(
+                    *(escape(s[k]) for k in ("layers", "table", "strategy", "provider")),
+                    escape(", ".join(s["by"])),
+                    escape(s["why"]),
+                )
+            out.print(shadowed)
         for failure in row["failures"]:
             out.print(f"[red]failed[/red] {escape(failure)}")
+    if "summary" in data:
+        _render_summary(out, data["summary"])
+
+
+def _render_summary(out: Console, summary: Mapping[str, Any]) -> None:
+    """Print what each plugin came to over the standard set, and its implementations."""
+    out.print("\n[bold]over the standard set[/bold] (per kind of layer and table)")
+    columns = ("offers", "serves", "shadowed", "declines", "forbids", "votes", "failures")
+    counts = grid("plugin", *columns)
+    for row in summary["plugins"]:
+        counts.add_row(escape(row["provider"]), *(str(row[c]) for c in columns))
+    out.print(counts)
+    impls = grid("implementation", "provider", "status", "why")
+    for row in summary["impls"]:
+        impls.add_row(*(escape(row[k]) for k in ("impl", "provider", "status", "why")))
+    out.print(impls)
 
 
 def render_doctor(data: Mapping[str, Any]) -> None:

@@ -4,7 +4,12 @@ One entry point that is broken takes no other down; each has a :class:`PluginRec
 became of it. Nobody but :class:`Registry` calls a hook.
 """
 
-from npu_backend.registry.discovery import BUILTIN_ORDER, CORE_DISTRIBUTION, ENTRY_POINT_GROUP
+from npu_backend.registry.discovery import (
+    BUILTIN_ORDER,
+    CORE_DISTRIBUTION,
+    ENTRY_POINT_GROUP,
+    PLUGIN_API,
+)
 from npu_backend.registry.records import HookRecord, PluginRecord, PluginWarning
 from npu_backend.registry.registry import Registry
 
@@ -12,6 +17,7 @@ __all__ = [
     "BUILTIN_ORDER",
     "CORE_DISTRIBUTION",
     "ENTRY_POINT_GROUP",
+    "PLUGIN_API",
     "HookRecord",
     "PluginRecord",
     "PluginWarning",

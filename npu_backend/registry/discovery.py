@@ -7,19 +7,35 @@ used: it stops at the first broken plugin and lets names that occur twice win si
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, EntryPoint, PathDistribution, distributions
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from packaging.utils import canonicalize_name
 
 from npu_backend.errors import PluginError
 from npu_backend.offers import PluginInfo
 from npu_backend.registry.records import describe, plugin_error
 
-__all__ = ["BUILTIN_ORDER", "CORE_DISTRIBUTION", "ENTRY_POINT_GROUP", "Candidate", "discover"]
+__all__ = [
+    "BUILTIN_ORDER",
+    "CORE_DISTRIBUTION",
+    "ENTRY_POINT_GROUP",
+    "PLUGIN_API",
+    "Candidate",
+    "discover",
+]
 
-ENTRY_POINT_GROUP = "npu_backend.plugins"
+PLUGIN_API = 1
+"""Major version of what plugins are written against: hooks, records, and what an ``impl`` is given.
+
+The entry-point group names it, so that a plugin for another one is known before any of its code
+runs: ``npu_backend.plugins`` (or ``npu_backend.plugins.v1``) is 1, ``npu_backend.plugins.v2`` is 2.
+What is only added does not change it: a plugin that needs an addition requires that npu-backend.
+"""
+_GROUP = "npu_backend.plugins"
+ENTRY_POINT_GROUP = _GROUP if PLUGIN_API == 1 else f"{_GROUP}.v{PLUGIN_API}"
 CORE_DISTRIBUTION = "npu-backend"
 BUILTIN_ORDER = ("absorb", "mlapo", "mlaprolog", "role_release", "transpose_bmm")
 """Built-ins in order of registration; pluggy calls the last registered first."""
@@ -34,12 +50,14 @@ class Candidate:
         entry_point: What to import; None where not even that could be read.
         hidden: Why another one stands in its place, or empty.
         broken: Why it cannot be loaded whatever its module does, or empty.
+        other_api: What is said in place of the plugin's API, where it is not this one, or empty.
     """
 
     info: PluginInfo
     entry_point: EntryPoint | None = field(default=None, repr=False)
     hidden: str = ""
     broken: str = ""
+    other_api: str = ""
 
     @property
     def is_builtin(self) -> bool:
@@ -52,6 +70,15 @@ class Candidate:
         Raises:
             PluginError: Whatever its import raised, ``SystemExit`` included.
         """
+        if self.other_api:
+            raise plugin_error(
+                self.info,
+                f"is built for {self.other_api}",
+                whom="the loading of plugins",
+                why=f"this npu-backend has plugin API {PLUGIN_API}; nothing of the plugin was run",
+                remedy=f"install a release of {self.info.dist} that declares its entry point in "
+                f"the group {ENTRY_POINT_GROUP}, or the npu-backend that it was built for",
+            )
         if self.broken or self.entry_point is None:
             raise plugin_error(
                 self.info,
@@ -93,7 +120,7 @@ def discover(found: Iterable[Distribution] | None = None) -> tuple[Candidate, ..
         key = _key(dist)
         winner = first.setdefault(key, dist) if key else dist
         text = _entry_point_text(dist)
-        if text is None or ENTRY_POINT_GROUP not in text:
+        if text is None or _GROUP not in text:
             continue  # metadata of what is no plugin is never parsed: it is most of the time spent
         if winner is not dist and _place(winner) == _place(dist):
             continue  # the same folder, twice on the path
@@ -128,7 +155,7 @@ def _ordered(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
         before = taken.get((info.dist, info.name))
         if before is not None and not candidate.hidden:
             why = f'the distribution declares the name twice, "{before}" is first'
-            candidate = Candidate(info, candidate.entry_point, hidden=why)
+            candidate = evolve(candidate, hidden=why)
         elif not candidate.hidden:
             taken[info.dist, info.name] = info.entry_point
         ordered.append(candidate)
@@ -138,15 +165,34 @@ def _ordered(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 def _candidates(dist: Distribution, key: str, hidden: str) -> Iterator[Candidate]:
     version = _version(dist)
     try:
-        entry_points = [e for e in dist.entry_points if e.group == ENTRY_POINT_GROUP]
+        found = [(e, api) for e in dist.entry_points if (api := _api(e.group)) is not None]
     except Exception as err:  # noqa: BLE001 - foreign metadata: it becomes this plugin's record
         info = PluginInfo(key or "unknown", key or "unknown", version)
         yield Candidate(info, broken=f"entry_points.txt cannot be read: {describe(err)}")
         return
-    for entry in entry_points:
+    fitting = {entry.name for entry, other_api in found if not other_api}
+    for entry, other_api in found:
+        if other_api and entry.name in fitting:
+            continue  # it is built for this API as well, and that one counts
         info = PluginInfo(entry.name, key or "unknown", version, f"{entry.name} = {entry.value}")
         broken = "" if key else f"the metadata in {_place(dist)} has no Name"
-        yield Candidate(info, entry, hidden=hidden, broken=broken)
+        yield Candidate(info, entry, hidden=hidden, broken=broken, other_api=other_api)
+
+
+def _api(group: str) -> str | None:
+    """Return None for a group that is none of ours, an empty string for this API's, and for any
+    other what it names."""
+    base, _, rest = group.partition(f"{_GROUP}.")
+    if group == _GROUP:
+        number = "1"
+    elif base or not rest:
+        return None
+    else:
+        match = re.fullmatch(r"v(\d+)", rest)
+        if match is None:
+            return f"an unknown plugin API (the group {group} names none)"
+        number = match[1]
+    return "" if int(number) == PLUGIN_API else f"plugin API {int(number)}"
 
 
 def _key(dist: Distribution) -> str:

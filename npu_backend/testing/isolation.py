@@ -60,6 +60,11 @@ def _forwarded(config: pytest.Config) -> list[str]:
     return out
 
 
+def _argument(item: pytest.Item) -> str:
+    """Return what names an item on a command line, also where it lies outside the root folder."""
+    return f"{item.path}::{item.nodeid.partition('::')[2]}"
+
+
 def _run_child(
     config: pytest.Config, nodeids: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[dict[str, list[pytest.TestReport]], str]:
@@ -122,7 +127,7 @@ def run_group(
     out: dict[str, list[pytest.TestReport]] = {}
     waiting = list(items)
     while waiting:
-        reports, last_words = _run_child(config, [item.nodeid for item in waiting], environ)
+        reports, last_words = _run_child(config, [_argument(item) for item in waiting], environ)
         unfinished: list[pytest.Item] = []
         for item in waiting:
             found = reports.get(item.nodeid, [])

@@ -65,6 +65,13 @@ class Check:
                 f"{op} is {when}; this is line {self.deployment.line} "
                 f"[{self.deployment.catalog.schemas['source']}]",
             )
+        elif not self.deployment.catalog.has_op(op, self.deployment.limits_line):
+            # The package registers it, and what it calls comes with CANN.
+            self.add(
+                "op.missing",
+                f"{op} is since line {self.deployment.catalog.op_since(op)}, and CANN "
+                f"{self.deployment.limits_cann} is older than what that line is paired with",
+            )
 
     def library_op(self, ops: dict[str, str]) -> str | None:
         """Return the op of the chosen kernel library, or refuse where it supplies none."""

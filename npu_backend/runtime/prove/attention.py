@@ -73,7 +73,10 @@ def latent_attention(
         scores = (scores + torch.matmul(q_pe[part].float(), key.t())) * scale
         at_query = torch.arange(length - count, length).reshape(-1, 1, 1)
         future = (torch.arange(length).reshape(1, 1, -1) > at_query).to(scores.device)
-        weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+        # Softmax written out: on some chips torch_npu's own calls what the simulation lacks.
+        scores = scores.masked_fill(future, float("-inf"))
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        weights = weights / weights.sum(-1, keepdim=True)
         outputs.append(torch.matmul(weights, latent))
         start += count
     return torch.cat(outputs).to(q_nope.dtype)
