@@ -57,6 +57,7 @@ def living_holders(
     others: Mapping[str, torch.Tensor],
     *,
     host_keeps_storage: bool,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the weights planned to go whose storage something else keeps, and what does.
 
@@ -66,10 +67,14 @@ def living_holders(
         others: Tensors that live on: the cache's, and those the caller named.
         host_keeps_storage: Holders that neither the caller named nor Python sees are then the
             host's C++ and expected.
+        elsewhere: Weights that another bound layer still reads, and which.
     """
     found: dict[str, str] = {}
     for row in plan.released():
         tensor = weights[row.name]
+        if elsewhere is not None and row.name in elsewhere:
+            found[row.name] = elsewhere[row.name]
+            continue
         # The caller may name the weight itself among the living, say as a module's parameter.
         given = {**weights, **others}
         alive = {n: t for n, t in given.items() if n != row.name and t is not tensor}

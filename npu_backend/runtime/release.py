@@ -190,8 +190,20 @@ def release_layer(
     host_keeps_storage: bool,
     device: torch.device,
     reload: Callable[[str], torch.Tensor] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[LayerPlan, Ledger, dict[str, Back]]:
     """Free what the plan releases. Everything that can fail comes before the first byte goes.
+
+    Args:
+        plan: The layer's plan.
+        weights: The loaded weights by name.
+        others: Tensors that live on.
+        prepared: Whether the layer is prepared.
+        captured: Whether graphs were captured over it.
+        host_keeps_storage: As for :func:`npu_backend.runtime.bind`.
+        device: The layer's device.
+        reload: As for :func:`npu_backend.runtime.bind`.
+        elsewhere: Weights that another bound layer still reads, and which layer.
 
     Returns:
         The plan, amended where something came to share a storage since; the ledger; and the host
@@ -201,7 +213,9 @@ def release_layer(
         PrepareError: The layer is not prepared, or graphs were captured.
     """
     _refuse(plan, prepared, captured)
-    held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
+    held = living_holders(
+        plan, weights, others, host_keeps_storage=host_keeps_storage, elsewhere=elsewhere
+    )
     plan = keep_aliased(plan, held)
     going = plan.released()
     copies: dict[str, Back] = {

@@ -135,7 +135,7 @@ def test_a_keep_never_becomes_a_release(h):
 def test_an_alias_that_appears_after_bind_is_respected_too(h):
     layer = h.bind()
     layer.prepare()
-    late = layer._weights["kv_b_proj"].view(-1)
+    late = layer.weights["kv_b_proj"].view(-1)
     ledger = layer.release()
     assert ledger.rows == ()
     assert "1 living tensor that nobody named" in _action(layer)[1]

@@ -75,7 +75,7 @@ def test_nothing_is_released_before_prepare(h):
     layer = h.bind(h.plan(h.fused_layer()))
     with pytest.raises(PrepareError, match="nothing was freed"):
         layer.release()
-    assert not any(is_tombstone(t) for t in layer._weights.values())
+    assert not any(is_tombstone(t) for t in layer.weights.values())
 
 
 @pytest.mark.parametrize("said", ["at bind", "later"])
@@ -293,7 +293,7 @@ def test_peak_memory_while_preparing_is_resident_plus_the_copies(h):
     with _Peak() as memory:
         layer.prepare()
     assert memory.live == plan.totals.prepared
-    largest = max(t.numel() * t.element_size() for t in layer._weights.values())
+    largest = max(t.numel() * t.element_size() for t in layer.weights.values())
     assert memory.peak <= plan.totals.prepared + largest
 
 
