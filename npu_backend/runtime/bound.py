@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,7 @@ from npu_backend.runtime.indexer import compressed_query
 from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
 from npu_backend.runtime.prepare import Callables, PreparedLayer, prepare_layer
+from npu_backend.runtime.release import restorable_readings
 from npu_backend.runtime.result import PreprocessResult
 from npu_backend.runtime.sharing import enlist, read_elsewhere, refuse_buried
 from npu_backend.runtime.slots import check_slots, claim_slots
@@ -29,7 +32,10 @@ from npu_backend.runtime.tombstone import is_tombstone
 
 __all__ = ["BoundLayer"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 Kernel = Callable[..., torch.Tensor]
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PreprocessResult]
 
@@ -184,8 +190,8 @@ class BoundLayer:
         """Free exactly what ``plan`` says; validated first, destroyed last.
 
         A weight whose storage something keeps alive by now, or which another bound layer reads, is
-        kept, and the plan amended. A second
-        call returns the same ledger. Where the bytes freed are not those planned, a warning names
+        kept, and the plan amended. What was brought back since goes again; else a second call
+        returns the same ledger. Where the bytes freed are not those planned, a warning names
         who still holds them.
 
         Args:
@@ -197,12 +203,13 @@ class BoundLayer:
         """
         if self._updating:
             raise refusals.updating(self.plan)(0)
-        if self.ledger is None:
+        left = [row.name for row in self.plan.released() if row.name not in self._gone]
+        if self.ledger is None or left:
             refuse_buried(self.plan, self.weights, self._gone, "release() came")
             if changed := self._changed():
                 # The copies are old, and the originals would be gone.
                 raise refusals.stale(self.plan, changed)
-            self.plan, self.ledger, self._restorable = _release.release_layer(
+            self.plan, now, copies = _release.release_layer(
                 self.plan,
                 self.weights,
                 self._others,
@@ -213,7 +220,9 @@ class BoundLayer:
                 reload=self._reload,
                 elsewhere=read_elsewhere(self),
             )
-            self._gone += [row.name for row in self.ledger.rows]
+            self.ledger = now if self.ledger is None else self.ledger.plus(now)
+            self._restorable |= copies
+            self._gone += [row.name for row in now.rows]
             self._watch()
             if not self.ledger.agrees:
                 warnings.warn(
@@ -223,24 +232,40 @@ class BoundLayer:
                 torch.get_device_module(self.device).empty_cache()
         return self.ledger
 
-    def restore(self) -> tuple[str, ...]:
-        """Bring back the weights that were released restorably; return their names.
+    def restore(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Bring back weights that were released restorably; return their names.
 
         They are the same parameter objects, at new addresses. Afterwards :meth:`release` frees
-        them again.
+        them again. A step in a phase that reads such a weight does this by itself.
+
+        Args:
+            names: Which of them, all by default; what is not released restorably is passed over.
 
         Raises:
-            PrepareError: Out of memory; the layer is as it was.
+            PrepareError: Out of memory, or a graph is being captured; the layer is as it was.
         """
-        names = _release.restore_weights(self.plan, self.weights, self._restorable, self.device)
-        self._restorable = {}
-        self._gone[:] = [name for name in self._gone if name not in names]
-        if names and self.ledger is not None:
-            rows = tuple(r for r in self.ledger.rows if r.name not in names)
-            self.ledger = Ledger(self.ledger.layer_id, rows) if rows else None
-        if names:
-            self._watch()
-        return names
+        asked = self._restorable if names is None else set(names) & self._restorable.keys()
+        copies = {name: self._restorable[name] for name in self._restorable if name in asked}
+        if not copies:
+            return ()
+        back = _release.restore_weights(self.plan, self.weights, copies, self.device)
+        self._restorable = {n: c for n, c in self._restorable.items() if n not in back}
+        self._gone[:] = [name for name in self._gone if name not in back]
+        self.ledger = None if self.ledger is None else self.ledger.without(back)
+        self._watch()
+        return back
+
+    def _bring_back(self, names: Iterable[str], reader: str) -> None:
+        """Restore what a reader is about to read; said once for each time."""
+        if back := self.restore(names):
+            rows = {row.name: row.bytes for row in self.plan.weights}
+            logger.warning(
+                "%s: %s brought back for %s, %d bytes; layer.release() frees them again",
+                self.plan.layer,
+                ", ".join(back),
+                reader,
+                sum(rows[name] for name in back),
+            )
 
     def before_update(self) -> tuple[str, ...]:
         """Get ready for new weights: bring back what was released restorably, and refuse steps.
@@ -330,7 +355,8 @@ class BoundLayer:
             WeightReleasedError: The phase was not planned, and weights it could read are gone.
             BoundExceededError: The phase was not planned, or the step has more rows than planned.
             PlanMismatchError: The host's own code serves the phase.
-            PrepareError: The layer is not prepared.
+            PrepareError: The layer is not prepared; or the phase reads a weight that was released
+                restorably, and there is no memory to bring it back: the layer is as it was.
         """
         if hidden_states.shape[0] == 0:
             return self._nothing(hidden_states, phase)
@@ -427,17 +453,18 @@ class BoundLayer:
             )
             for p in Phase
         }
-        self._paths = {**refused, **self._guarded(made.paths)}
+        self._paths = {**refused, **self._returning(self._guarded(made.paths))}
+        sites = {site: self._returning(made.sites[site], by=site) for site in SITES}
         self._sites = {
             site: {
                 **refused,
                 **{p: refuse_with(refusals.unused(plan, site, p)) for p in made.paths},
-                **made.sites[site],
+                **sites[site],
             }
             for site in SITES
         }
-        self.v_up = self._without_phase("v_up", made.sites["v_up"])
-        self.q_absorb = self._without_phase("q_absorb", made.sites["q_absorb"])
+        self.v_up = self._without_phase("v_up", sites["v_up"])
+        self.q_absorb = self._without_phase("q_absorb", sites["q_absorb"])
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Return address and version of each living original that a prepared copy was made of."""
@@ -487,6 +514,32 @@ class BoundLayer:
 
         made = {id(path): guard(path) for path in paths.values()}
         return {phase: made[id(path)] for phase, path in paths.items()}
+
+    def _returning(self, calls: Mapping[Phase, C], by: str | None = None) -> Mapping[Phase, C]:
+        """Return the callables; those of a phase that reads what may be released restorably bring
+        it back before the first read. A compiled graph does not: it meets the tombstone."""
+        me, gone = weakref.ref(self), self._gone
+
+        def returning(call: C, names: frozenset[str], reader: str) -> C:
+            def brought(*args: Any, **kwargs: Any) -> Any:
+                if not torch.compiler.is_compiling() and gone and not names.isdisjoint(gone):
+                    layer = me()
+                    if layer is not None:
+                        layer._bring_back(names, reader)
+                return call(*args, **kwargs)
+
+            return brought  # type: ignore[return-value]
+
+        made: dict[tuple[int, frozenset[str]], C] = {}
+        found = dict(calls)
+        for phase, call in calls.items():
+            names = restorable_readings(self.plan, phase, by)
+            if names:
+                key = (id(call), names)
+                if key not in made:
+                    made[key] = returning(call, names, f"a step in phase {phase}")
+                found[phase] = made[key]
+        return found
 
     def _without_phase(self, site: str, found: Mapping[Phase, Kernel]) -> Kernel:
         """Return the one callable that all phases share, or one that asks for the phase."""
