@@ -18,7 +18,7 @@ from npu_backend.model.records import MlaLayer
 from npu_backend.model.weights import WeightSpec, loaded_weights
 from npu_backend.plan import LayerPlan, ModelPlan
 
-__all__ = ["BASELINES", "Baseline", "BaselineLayer", "EngineRules", "baseline_of"]
+__all__ = ["BASELINES", "Baseline", "BaselineLayer", "EngineRules", "baseline_of", "dead_bytes"]
 
 QKV_A, Q_B, Q, KV_B = "fused_qkv_a_proj", "q_b_proj", "q_proj", "kv_b_proj"
 W_KC = "w_kc"
@@ -322,3 +322,13 @@ def baseline_of(plan: ModelPlan, name: str) -> Baseline:
             remedy="name one of them",
         )
     return Baseline(rules, tuple(_layer(layer, rules) for layer in plan.layers))
+
+
+def dead_bytes(plans: Iterable[LayerPlan]) -> int:
+    """Return the bytes of loaded weights that nobody reads and that the plans keep all the same."""
+    return sum(
+        row.bytes
+        for plan in plans
+        for row in plan.weights
+        if row.copy_of is None and row.action == "keep" and not row.readers
+    )
