@@ -6,6 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from npu_backend.deployment import Phase
 from npu_backend.errors import NpuBackendError, PlanMismatchError, PrepareError
 from npu_backend.offers import SITES, Offer
-from npu_backend.plan import LayerPlan
+from npu_backend.plan import LayerPlan, TableEntry
 from npu_backend.runtime import refusals
 from npu_backend.runtime import release as _release
 from npu_backend.runtime.amend import AliasWarning
@@ -38,6 +39,34 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
 Kernel = Callable[..., torch.Tensor]
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PreprocessResult]
+
+
+def _returning(
+    layer: weakref.ref[BoundLayer],
+    plan: LayerPlan,
+    live: Mapping[Phase, Callable[..., Any]],
+    phase: Phase,
+) -> Callable[..., Any]:
+    """Return the callable of a phase whose bound callable may have been let go.
+
+    Args:
+        layer: The bound layer; not held, for its tensors would live with this callable.
+        plan: Its plan.
+        live: What is bound now.
+        phase: The phase.
+    """
+
+    def call(*args: Any) -> Any:
+        bound = live.get(phase)
+        if bound is None:
+            mine = layer()
+            if mine is None or torch.compiler.is_compiling():
+                raise refusals.let_go(plan, phase, compiling=mine is not None)
+            mine._bring_back(f"a step in phase {phase}")
+            bound = live[phase]
+        return bound(*args)
+
+    return call
 
 
 class BoundLayer:
@@ -70,6 +99,7 @@ class BoundLayer:
         host_keeps_storage: bool,
         captured: bool,
         reload: Callable[[str], torch.Tensor] | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.plan = plan
         self._cache = cache
@@ -78,6 +108,7 @@ class BoundLayer:
         self.captured = captured
         self.host_keeps_storage = host_keeps_storage
         self._reload = reload
+        self._within = within
         self.ledger: Ledger | None = None
         self.weights: Mapping[str, torch.Tensor] = dict(weights)
         self._others = dict(others)
@@ -93,6 +124,9 @@ class BoundLayer:
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
+        # What is bound now, by site and phase, the path under None. Only through these is there a
+        # way to callables that read what may be released restorably: they may hold views of it.
+        self._live: dict[str | None, dict[Phase, Any]] = {None: {}, **{s: {} for s in SITES}}
         self._refuse_steps(refusals.unprepared(plan))
         enlist(self)
 
@@ -140,7 +174,10 @@ class BoundLayer:
             return
         refuse_buried(self.plan, self.weights, self._gone, "prepare() came")
         check_slots(self.plan)
-        made, bound = prepare_layer(self.plan, self._units, self.weights, self._others, self._cache)
+        with self._within():
+            made, bound = prepare_layer(
+                self.plan, self._units, self.weights, self._others, self._cache
+            )
         self.plan, self._made, self._prepared = made.plan, made, True
         claim_slots(self, self.plan)
         if bound is None:
@@ -177,7 +214,10 @@ class BoundLayer:
                 remedy="give the layer's own cache, or plan for this one",
                 code="kv.layout",
             )
-        bound = None if self._made is None else self._made.bind(cache)
+        bound = None
+        if self._made is not None:
+            with self._within():
+                bound = self._made.bind(cache, self._gone)
         self._cache = cache
         self._others = {**cache.tensors(), **self._others}
         if bound is not None:
@@ -209,20 +249,26 @@ class BoundLayer:
             if changed := self._changed():
                 # The copies are old, and the originals would be gone.
                 raise refusals.stale(self.plan, changed)
-            self.plan, now, copies = _release.release_layer(
-                self.plan,
-                self.weights,
-                self._others,
-                prepared=self._prepared,
-                captured=self.captured,
-                host_keeps_storage=self.host_keeps_storage,
-                device=self.device,
-                reload=self._reload,
-                elsewhere=read_elsewhere(self),
-            )
+            self._let_go(left)
+            try:
+                self.plan, now, copies = _release.release_layer(
+                    self.plan,
+                    self.weights,
+                    self._others,
+                    prepared=self._prepared,
+                    captured=self.captured,
+                    host_keeps_storage=self.host_keeps_storage,
+                    device=self.device,
+                    reload=self._reload,
+                    elsewhere=read_elsewhere(self),
+                )
+            except BaseException:
+                self._bind_again()
+                raise
             self.ledger = now if self.ledger is None else self.ledger.plus(now)
             self._restorable |= copies
             self._gone += [row.name for row in now.rows]
+            self._bind_again()
             self._watch()
             if not self.ledger.agrees:
                 warnings.warn(
@@ -252,11 +298,13 @@ class BoundLayer:
         self._restorable = {n: c for n, c in self._restorable.items() if n not in back}
         self._gone[:] = [name for name in self._gone if name not in back]
         self.ledger = None if self.ledger is None else self.ledger.without(back)
+        self._bind_again()
         self._watch()
         return back
 
-    def _bring_back(self, names: Iterable[str], reader: str) -> None:
-        """Restore what a reader is about to read; said once for each time."""
+    def _bring_back(self, reader: str) -> None:
+        """Restore what this library's own steps read; said once for each time."""
+        names = [name for phase in Phase for name in restorable_readings(self.plan, phase)]
         if back := self.restore(names):
             rows = {row.name: row.bytes for row in self.plan.weights}
             logger.warning(
@@ -266,6 +314,46 @@ class BoundLayer:
                 reader,
                 sum(rows[name] for name in back),
             )
+        else:
+            # An attempt before this one failed after the weights were back.
+            self._bind_again()
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        """Drop the callables, and the shared names, that may hold views of weights about to go."""
+        going = set(names)
+        for site, live in self._live.items():
+            for phase in [p for p in live if going & restorable_readings(self.plan, p, site)]:
+                del live[phase]
+        if self._made is not None:
+            self._made = self._made.without(going)
+
+    def _bind_again(self) -> None:
+        """Bind the callables that were dropped and whose weights are there."""
+        if self._made is None or self._cache is None or self._updating or not self._lacking():
+            return
+        with self._within():
+            self._made = self._made.with_shared(self._gone)
+            made = self._made.bind(self._cache, self._gone)
+        for site, calls in self._told(made).items():
+            for phase, call in calls.items():
+                self._live[site].setdefault(phase, call)
+
+    def _lacking(self) -> bool:
+        return any(
+            phase not in self._live[site]
+            for site in self._live
+            for entry in self._table(site)
+            if entry.offer is not None
+            for phase in entry.phases
+        )
+
+    def _told(self, made: Callables) -> dict[str | None, Mapping[Phase, Any]]:
+        found: dict[str | None, Mapping[Phase, Any]] = {None: self._guarded(made.paths)}
+        found.update(made.sites)
+        return found
+
+    def _table(self, site: str | None) -> tuple[TableEntry, ...]:
+        return self.plan.path if site is None else self.plan.table(site)
 
     def before_update(self) -> tuple[str, ...]:
         """Get ready for new weights: bring back what was released restorably, and refuse steps.
@@ -316,9 +404,10 @@ class BoundLayer:
                 code="promise.weight_update",
             )
         if self._made is not None:
-            made, _ = prepare_layer(self.plan, self._units, self.weights, self._others, None)
-            made = made.keep_addresses(self._made)
-            bound = None if self._cache is None else made.bind(self._cache)
+            with self._within():
+                made, _ = prepare_layer(self.plan, self._units, self.weights, self._others, None)
+                made = made.keep_addresses(self._made)
+                bound = None if self._cache is None else made.bind(self._cache, self._gone)
             self.plan, self._made = made.plan, made
             if bound is None:
                 self._refuse_steps(refusals.unattached(self.plan))
@@ -453,18 +542,24 @@ class BoundLayer:
             )
             for p in Phase
         }
-        self._paths = {**refused, **self._returning(self._guarded(made.paths))}
-        sites = {site: self._returning(made.sites[site], by=site) for site in SITES}
+        for site, calls in self._told(made).items():
+            self._live[site].clear()
+            self._live[site].update(calls)
+        self._paths = {**refused, **self._callables(None)}
+        sites = {site: self._callables(site) for site in SITES}
         self._sites = {
             site: {
                 **refused,
-                **{p: refuse_with(refusals.unused(plan, site, p)) for p in made.paths},
+                **{p: refuse_with(refusals.unused(plan, site, p)) for p in self._paths_served()},
                 **sites[site],
             }
             for site in SITES
         }
         self.v_up = self._without_phase("v_up", sites["v_up"])
         self.q_absorb = self._without_phase("q_absorb", sites["q_absorb"])
+
+    def _paths_served(self) -> set[Phase]:
+        return {p for entry in self.plan.path if entry.offer is not None for p in entry.phases}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Return address and version of each living original that a prepared copy was made of."""
@@ -515,30 +610,31 @@ class BoundLayer:
         made = {id(path): guard(path) for path in paths.values()}
         return {phase: made[id(path)] for phase, path in paths.items()}
 
-    def _returning(self, calls: Mapping[Phase, C], by: str | None = None) -> Mapping[Phase, C]:
-        """Return the callables; those of a phase that reads what may be released restorably bring
-        it back before the first read. A compiled graph does not: it meets the tombstone."""
-        me, gone = weakref.ref(self), self._gone
+    def _callables(self, site: str | None) -> dict[Phase, Any]:
+        """Return the callable of each phase that a table serves, for whoever asks for it.
 
-        def returning(call: C, names: frozenset[str], reader: str) -> C:
-            def brought(*args: Any, **kwargs: Any) -> Any:
-                if not torch.compiler.is_compiling() and gone and not names.isdisjoint(gone):
-                    layer = me()
-                    if layer is not None:
-                        layer._bring_back(names, reader)
-                return call(*args, **kwargs)
-
-            return brought  # type: ignore[return-value]
-
-        made: dict[tuple[int, frozenset[str]], C] = {}
-        found = dict(calls)
-        for phase, call in calls.items():
-            names = restorable_readings(self.plan, phase, by)
-            if names:
-                key = (id(call), names)
-                if key not in made:
-                    made[key] = returning(call, names, f"a step in phase {phase}")
-                found[phase] = made[key]
+        Where a phase reads what may be released restorably it is one that looks the bound callable
+        up at each step, and brings the weights back where it was let go. Phases with the same
+        entries share it. A compiled graph brings nothing back.
+        """
+        live, table = self._live[site], self._table(site)
+        found: dict[Phase, Any] = {}
+        made: dict[tuple[Any, ...], Any] = {}
+        for phase in Phase:
+            mine = [e for e in table if phase in e.phases and e.offer is not None]
+            if not mine:
+                continue
+            if not restorable_readings(self.plan, phase, site):
+                found[phase] = live[phase]
+                continue
+            # A path's callable also depends on the q_absorb that serves its phase.
+            key = (
+                *((e.strategy, e.provider, e.tokens) for e in mine),
+                phase if site is None else 0,
+            )
+            if key not in made:
+                made[key] = _returning(weakref.ref(self), self.plan, live, phase)
+            found[phase] = made[key]
         return found
 
     def _without_phase(self, site: str, found: Mapping[Phase, Kernel]) -> Kernel:

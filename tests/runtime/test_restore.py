@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from npu_backend import Phase, PrepareError, WeightReleasedError
+from npu_backend import Phase, PrepareError, WeightReleasedError, runtime
 from npu_backend.model.records import Indexer
-from npu_backend.runtime import release
+from npu_backend.runtime import is_tombstone, release
 
 SWITCH = {"role": "decode", "promises": ["role_switch"], "restore": True}
 EXTEND = {"rows": 3, "phase": Phase.EXTEND}
@@ -116,6 +117,88 @@ def test_nothing_is_brought_back_into_a_graph_that_is_being_captured(h, monkeypa
     with pytest.raises(PrepareError, match="being captured"):
         h.step(bound, **EXTEND)
     assert bound.released == gone
+
+
+QUANTS = {
+    "int8": {"fused_qkv_a_proj": "w8a8-dynamic", "q_b_proj": "w8a8-dynamic"},
+    "int8 q_b": {"q_b_proj": "w8a8-dynamic"},
+}
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_callables_that_hold_views_of_a_weight_do_not_keep_it(h, quant):
+    """A quantized projection takes a turned view of its weight when it is bound."""
+    layer = h.fused_layer(quant=QUANTS[quant])
+    twin, bound = _bound(h, layer), _bound(h, layer)
+    ledger = bound.release()
+    assert ledger.agrees
+    assert set(bound.released) == {r.name for r in twin.plan.released()}
+    assert _equal(h.step(bound, **EXTEND), h.step(twin, **EXTEND))
+    assert bound.release().freed == ledger.freed
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_cache_that_comes_after_the_release_binds_what_is_there(h, quant):
+    plan = h.plan(h.fused_layer(quant=QUANTS[quant]), **SWITCH)
+    twin = h.bind(plan)
+    twin.prepare()
+    bound = runtime.bind(plan, h.weights(plan.layer))
+    bound.prepare()
+    assert bound.release().agrees
+    bound.attach(runtime.LayerCache.allocate(plan.layer, 4, max_positions=64))
+    gone = bound.released
+    assert _equal(h.step(bound, **DECODE), h.step(twin, **DECODE))
+    assert bound.released == gone
+    assert _equal(h.step(bound, **EXTEND), h.step(twin, **EXTEND))
+
+
+def test_a_prepared_name_that_is_the_weight_does_not_keep_it(h):
+    """Mode 1: the op's q_b is the loaded one. A prefill worker reads it after a switch only."""
+    plan = h.plan(
+        h.fused_layer(quant=QUANTS["int8 q_b"]),
+        role="prefill",
+        host="sglang",
+        phases=["extend"],
+        promises=["role_switch"],
+        restore=True,
+        requests=["path=mlaprolog"],
+    )
+    twin, bound = h.bind(plan), h.bind(plan)
+    for layer in (twin, bound):
+        layer.prepare()
+    assert "mlaprolog@decode" in plan.weight("q_b_proj").readers
+    ledger = bound.release()
+    assert ledger.agrees
+    assert ledger.planned == plan.totals.release + plan.totals.restore
+    assert _equal(h.step(bound, **DECODE), h.step(twin, **DECODE))
+
+
+def test_a_host_shows_its_weights_in_the_planners_form(h):
+    """SGLang keeps quantized weights turned; also when a step binds anew."""
+    quant = QUANTS["int8"]
+    plan = h.plan(h.fused_layer(quant=quant), **SWITCH)
+    twin = h.bind(plan)
+    twin.prepare()
+    weights = h.weights(plan.layer)
+
+    @contextmanager
+    def within():
+        for name in quant:
+            if not is_tombstone(weights[name]):
+                weights[name].data = weights[name].data.t()
+        yield
+        for name in quant:
+            if not is_tombstone(weights[name]):
+                weights[name].data = weights[name].data.t()
+
+    cache = runtime.LayerCache.allocate(plan.layer, 4, max_positions=64)
+    for name in quant:
+        weights[name].data = weights[name].data.t()
+    bound = runtime.bind(plan, weights, cache, within=within)
+    bound.prepare()
+    bound.release()
+    assert _equal(h.step(bound, **EXTEND), h.step(twin, **EXTEND))
+    assert weights["q_b_proj"].shape == (1536, 2 * 192)
 
 
 def test_a_kernel_alone_brings_back_its_weight(h):
