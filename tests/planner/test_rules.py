@@ -697,6 +697,7 @@ def test_json_holds_the_schema_of_the_design(plan):
         "plugins",
         "layers",
         "totals",
+        "warnings",
     ]
     assert list(data["layers"][0]) == [
         "layer_id",
