@@ -5,12 +5,14 @@ Works on the JSON form, so that plans of two machines, or of two releases, can b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attrs import frozen
 
 from npu_backend.errors import NpuBackendError
+from npu_backend.explain import name_ids
 from npu_backend.plan import SCHEMA
 from npu_backend.plan_form import faults_of
 
@@ -124,21 +126,22 @@ def _layer(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     layer_id = int(a["layer_id"])
     found = []
     for what in ("is_nextn", "kv_layout"):
-        if a[what] != b[what]:
+        if _differ(a[what], b[what]):
             found.append(Difference(layer_id, what, a[what], b[what]))
     for what, site in (("path", None), ("q_absorb", "q_absorb"), ("v_up", "v_up")):
-        if a[what] != b[what]:
+        if _differ(a[what], b[what]):
             why = _only(_reasons(a, site), _reasons(b, site))
             found.append(Difference(layer_id, what, a[what], b[what], why))
     rows_a, rows_b = ({w["name"]: w for w in layer["weights"]} for layer in (a, b))
     for name in dict.fromkeys([*rows_a, *rows_b]):
         left, right = rows_a.get(name), rows_b.get(name)
-        if left != right:
+        if _differ(left, right):
             why = _only(*(list(row["reasons"]) if row else [] for row in (left, right)))
-            found.append(Difference(layer_id, f"weight {name}", *map(_fate, (left, right)), why))
+            what = f"weight {name}"
+            found.append(Difference(layer_id, what, _fate(left), _fate(right), why))
     if not found:
         # Beside a decision that differs, its reasons are told with it.
-        for what in (k for k in dict.fromkeys([*a, *b]) if a.get(k) != b.get(k)):
+        for what in _keys_that_differ(a, b):
             found.append(Difference(layer_id, what, a.get(what), b.get(what)))
     return found
 
@@ -156,28 +159,47 @@ def compare_plans(a: Any, b: Any, *, names: tuple[str, str] = ("A", "B")) -> Com
     return _compare(_check(a, names[0]), _check(b, names[1]))
 
 
+def _differ(a: Any, b: Any) -> bool:
+    # By JSON text: Python takes true for 1 and 1.0.
+    return json.dumps(a, sort_keys=True) != json.dumps(b, sort_keys=True)
+
+
+def _keys_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [
+        k for k in dict.fromkeys([*a, *b]) if (k in a) != (k in b) or _differ(a.get(k), b.get(k))
+    ]
+
+
 def _of_keys(prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     return [
         Difference(None, f"{prefix}{key}", a.get(key), b.get(key))
-        for key in dict.fromkeys([*a, *b])
-        if a.get(key) != b.get(key)
+        for key in _keys_that_differ(a, b)
     ]
+
+
+_SUMS = ("totals", "fingerprint")
+"""What follows from the rest of a plan: told only where nothing else differs."""
 
 
 def _plan_parts(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return what differs beside the layers."""
+    """Return what differs beside the layers and the sums."""
     found = _of_keys("model.", a["model"], b["model"])
     found += _of_keys("deployment.", a["deployment"], b["deployment"])
-    plugins = [
-        [f"{p['name']} ({p['dist']} {p['version']}) {p['status']}" for p in plan["plugins"]]
-        for plan in (a, b)
-    ]
-    if plugins[0] != plugins[1]:
+    if _differ(a["plugins"], b["plugins"]):
+        plugins = [
+            [f"{p['name']} ({p['dist']} {p['version']}) {p['status']}" for p in plan["plugins"]]
+            for plan in (a, b)
+        ]
         found.append(Difference(None, "plugins", plugins[0], plugins[1]))
-    found += _of_keys("mlp.", a.get("mlp") or {}, b.get("mlp") or {})
-    told = {"model", "deployment", "plugins", "mlp", "layers", "fingerprint"}
-    found += _of_keys("", *({k: v for k, v in p.items() if k not in told} for p in (a, b)))
-    return found
+    told = {"model", "deployment", "plugins", "layers", *_SUMS}
+    if "mlp" in a and "mlp" in b:
+        found += _of_keys("mlp.", *(_without(p["mlp"], _SUMS) for p in (a, b)))
+        told.add("mlp")
+    return found + _of_keys("", _without(a, told), _without(b, told))
+
+
+def _without(plan: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {k: v for k, v in plan.items() if k not in keys}
 
 
 def _compare(plan_a: Mapping[str, Any], plan_b: Mapping[str, Any]) -> Comparison:
@@ -190,9 +212,8 @@ def _compare(plan_a: Mapping[str, Any], plan_b: Mapping[str, Any]) -> Comparison
             found.append(Difference(layer_id, "layer", left and "planned", right and "planned"))
         else:
             found += _layer(left, right)
-    prints = plan_a["fingerprint"], plan_b["fingerprint"]
-    if not found and prints[0] != prints[1]:
-        found.append(Difference(None, "fingerprint", *prints))
+    # Where the sums alone differ, or the order of the layers, the plans still do.
+    found = found or _of_keys("", plan_a, plan_b)
     conflicts, reasons = _cache(plan_a, plan_b, layers_a, layers_b)
     return Comparison(
         equal=not found,
@@ -209,7 +230,7 @@ Layers = Mapping[int, Mapping[str, Any]]
 def _cache(
     plan_a: Mapping[str, Any], plan_b: Mapping[str, Any], a: Layers, b: Layers
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the layers whose caches do not agree, and every reason against sharing one (rule 6)."""
+    """Return the layers whose caches do not agree, and every reason against sharing (rule 6)."""
     reasons = []
     model_a, model_b = plan_a["model"], plan_b["model"]
     keys = ["model_type", "num_hidden_layers"]
@@ -225,25 +246,16 @@ def _cache(
     else:
         for name, ids in (("a", a.keys() - b.keys()), ("b", b.keys() - a.keys())):
             if ids:
-                reasons.append(f"only {name} plans the layers {_ranges(sorted(ids))}")
+                reasons.append(f"only {name} plans {name_ids(ids)}")
     differ: dict[str, list[int]] = {}
     for layer_id in sorted(a.keys() & b.keys()):
-        left, right = ({"is_nextn": p["is_nextn"], **p["kv_layout"]} for p in (a[layer_id], b[layer_id]))
+        left, right = (
+            {"is_nextn": p["is_nextn"], **p["kv_layout"]} for p in (a[layer_id], b[layer_id])
+        )
         for key in dict.fromkeys([*left, *right]):
             if left.get(key) != right.get(key):
                 told = f"{key} is {left.get(key)} in a and {right.get(key)} in b"
                 differ.setdefault(told, []).append(layer_id)
-    reasons += [f"layers {_ranges(ids)}: {told}" for told, ids in differ.items()]
+    reasons += [f"{name_ids(ids)}: {told}" for told, ids in differ.items()]
     conflicts = sorted({*one_sided, *(i for ids in differ.values() for i in ids)})
     return tuple(conflicts), tuple(reasons)
-
-
-def _ranges(ids: list[int]) -> str:
-    """Return ascending ids as ``0-2, 78``."""
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and runs[-1][1] == i - 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

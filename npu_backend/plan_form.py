@@ -1,4 +1,4 @@
-"""The form of a plan's JSON, schema 1: what must be there, of which type, for anyone who reads it."""
+"""The form of a plan's JSON, schema 1: what must be there, and of which type."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ def faults_of(plan: Any) -> tuple[str, ...]:
     if faults:
         return tuple(faults)
     for what, names in _ids(plan):
-        faults += [f"{what} {n} is there more than once" for n, c in Counter(names).items() if c > 1]
+        faults += [
+            f"{what} {n} is there more than once" for n, c in Counter(names).items() if c > 1
+        ]
     return tuple(faults)
 
 

@@ -2,8 +2,8 @@
 can compute with.
 
 No limit of a fused op stands in its way: where ``npu_kv_rmsnorm_rope_cache`` or
-``npu_interleave_rope`` do not take a layer's dimensions, the step is made of plain ops. What is left
-are the chip's own formats: those of each quantized projection, and those of the cache.
+``npu_interleave_rope`` do not take a layer's dimensions, the step is made of plain ops. What is
+left are the chip's own formats: those of each quantized projection, and those of the cache.
 """
 
 from __future__ import annotations
