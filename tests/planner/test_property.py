@@ -317,6 +317,12 @@ def test_every_plan_is_complete_safe_and_repeatable(
         assert err.why
         if isinstance(err, RequestUnmetError):
             assert deployment.requests
+        elif isinstance(err, SelectionError):
+            # Rule 2: every reason, so every strategy that anybody spoke of is among them.
+            assert err.code in ("phase", "tokens.limit")
+            told = {why.partition(",")[0] for why in err.why}
+            builtin = PATHS[:3] if "batched matmul" not in err.whom else KERNELS[:2]
+            assert set(builtin) <= told, (builtin, err)
         return
     OUTCOMES["planned"] += 1
     _check(plan, deployment, script)
