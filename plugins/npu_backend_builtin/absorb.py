@@ -82,7 +82,24 @@ def _linear(layer: MlaLayer, deployment: Deployment) -> list[Reason]:
                         f"{layer.dtype} [{deployment.source(op, 'dtypes')}]",
                     )
                 )
+        if kind == "mxfp8":
+            found += _mx_blocks(layer, name, deployment)
     return found
+
+
+def _mx_blocks(layer: MlaLayer, name: str, deployment: Deployment) -> list[Reason]:
+    """Refuse inputs that are no whole pairs of blocks: npu_quant_matmul's scales come in pairs."""
+    inputs = layer.q_lora_rank if name == "q_b_proj" else layer.hidden_size
+    pair = 2 * deployment.value(MATMUL, "mx_block")
+    if inputs is None or inputs % pair == 0:
+        return []
+    return [
+        Reason(
+            "quant.layout",
+            f"{name} is mxfp8: its scales are (out, in / {pair}, 2), and its {inputs} inputs are "
+            f"no multiple of {pair} [{deployment.source(MATMUL, 'mx_block')}]",
+        )
+    ]
 
 
 def _cache(layer: MlaLayer, deployment: Deployment) -> list[Reason]:

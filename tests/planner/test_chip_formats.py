@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 
-from npu_backend import KvLayout, SelectionError
+from npu_backend import KvLayout, ModelError, SelectionError
 
 FLOAT8 = ("fp8", "fp8-block", "mxfp8", "hif8")
 INT8 = ("w8a8-static", "w8a8-static-symmetric", "w8a8-dynamic")
@@ -80,3 +80,27 @@ def test_a_cache_of_8_bit_floats_needs_a5(plan, make_layer, soc, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "int8_channel", "int8_packed"])
 def test_an_int8_cache_is_written_everywhere(plan, make_layer, dtype):
     assert plan.layers([make_layer(kv_layout=KvLayout(dtype=dtype))], soc="A3").layers[0].path
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [("hidden_size", "fused_qkv_a_proj"), ("q_lora_rank", "q_b_proj")]
+)
+@pytest.mark.parametrize("inputs", [64, 128, 192])
+def test_mxfp8_needs_whole_pairs_of_blocks(plan, make_layer, size, name, inputs):
+    # aclnnDynamicMxQuant: scales (..., ceil(K / 32 / 2), 2), 32 inputs to a scale.
+    assert plan.layers([make_layer(quant="mxfp8", **{size: inputs})], soc="A5").layers[0].path
+    for other in (inputs - 32, inputs - 1, inputs + 1):
+        layer = make_layer(quant="mxfp8", **{size: other})
+        with pytest.raises(SelectionError, match=rf"absorb.*quant\.layout: {name} is mxfp8"):
+            plan.layers([layer], soc="A5")
+
+
+@pytest.mark.parametrize("dtype", ["int8_packed", "fp8_packed"])
+@pytest.mark.parametrize("latents", [128, 256, 512])
+def test_a_packed_cache_holds_whole_tiles(make_layer, dtype, latents):
+    # 128 latents share a scale in the packed row (npu_mla_prolog_v3, tile_size 128).
+    layout = KvLayout(dtype=dtype)
+    assert make_layer(kv_lora_rank=latents, kv_layout=layout).latent_width
+    for other in (latents - 1, latents + 1, latents + 64):
+        with pytest.raises(ModelError, match=rf"kv\.layout: .*cannot hold latents of {other}"):
+            make_layer(kv_lora_rank=other, kv_layout=layout)
