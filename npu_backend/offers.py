@@ -59,7 +59,7 @@ REASON_CODES: Mapping[str, str] = {
     "format.nz": "FRACTAL_NZ is needed and cannot be had, or is there and not taken.",
     "kv.layout": "The strategy cannot write the layer's KV layout.",
     "rope.layout": "The strategy cannot produce the layer's RoPE layout.",
-    "phase": "The strategy does not serve this phase.",
+    "phase": "The strategy, or as an error's code every one, does not serve this phase.",
     "policy.duplicate": "Unasked, it would copy a weight that still has a reader.",
     "promise.lora": "LoRA deltas would be bypassed.",
     "promise.weight_update": "A promised weight update reads or rewrites the weight.",

@@ -300,7 +300,12 @@ class LayerPlan:
         return {
             "layer_id": self.layer_id,
             "is_nextn": self.layer.is_nextn,
-            "kv_layout": self.kv_layout.to_dict(),
+            # The sizes are the layer's and no decision, but whoever shares the cache needs them.
+            "kv_layout": {
+                **self.kv_layout.to_dict(),
+                "kv_lora_rank": self.layer.kv_lora_rank,
+                "qk_rope_head_dim": self.layer.qk_rope_head_dim,
+            },
             "path": [e.to_dict() for e in self.path],
             "q_absorb": [e.to_dict() for e in self.q_absorb],
             "v_up": [e.to_dict() for e in self.v_up],
@@ -391,6 +396,7 @@ class ModelPlan:
             "plugins": [dict(p) for p in self.plugins],
             "layers": [plan.to_dict() for plan in self.layers],
             "totals": {"bytes": self.totals.to_dict()},
+            "warnings": list(self.warnings),
             # Only where it was asked for: other plans keep their bytes.
             **({} if self.mlp is None else {"mlp": self.mlp.to_dict()}),
         }

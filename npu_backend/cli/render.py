@@ -130,12 +130,12 @@ def render_comparison(comparison: Comparison, a: str, b: str) -> None:
     verdict = "equal" if comparison.equal else "different"
     out.print(f"[bold]{verdict}[/bold]: a = {escape(a)}, b = {escape(b)}")
     if comparison.pair:
-        ids = ", ".join(map(str, comparison.kv_conflicts))
-        out.print(
-            "KV layouts agree: the two workers can share a cache"
-            if comparison.kv_agree
-            else f"[red]KV layouts do not agree[/red] at layers {ids}"
-        )
+        if comparison.kv_agree:
+            out.print("KV layouts agree: the two workers can share a cache")
+        else:
+            out.print("[red]KV layouts do not agree[/red]: the two workers cannot share a cache")
+            for reason in comparison.kv_reasons:
+                out.print(f"  {escape(reason)}")
     # Layers that differ in the same way are told once.
     groups: dict[tuple[str, str, str, tuple[str, ...]], list[int | None]] = {}
     for d in comparison.differences:

@@ -15,6 +15,8 @@ from npu_backend.errors import ModelError
 from npu_backend.model.fields import MAX_LAYERS, Fields
 from npu_backend.model.hybrid import mla_ids
 from npu_backend.model.indexers import read_indexers
+from npu_backend.model.records import ROPE_IS_EVEN
+from npu_backend.model.weights import DTYPE_BYTES
 
 __all__ = ["AttentionSite", "ModelConfig", "layer_count", "nextn_count", "parse_config"]
 
@@ -29,6 +31,9 @@ NEXTN_KEYS = (
     "mtp_num_hidden_layers",
 )
 """Spellings of the number of MTP layers."""
+
+FLOAT_DTYPES = frozenset(name for name in DTYPE_BYTES if "float" in name and "e8m0" not in name)
+"""What ``torch_dtype`` of a config may name: what weights that are not quantized are."""
 
 TWO_ATTENTIONS = frozenset({"longcat_flash"})
 """Model types with two attentions per layer: ``layers.L.self_attn.0`` and ``.1``."""
@@ -92,6 +97,7 @@ class ModelConfig:
         sites: The MLA attentions in order of their ids.
         roots: Roots that the checkpoint's names may have, the likeliest first.
         quantization: ``quantization_config``, unread.
+        dtype: What ``torch_dtype`` or ``dtype`` says; None where neither does, or says ``auto``.
         assumed: What was assumed because the config does not say it.
     """
 
@@ -103,6 +109,7 @@ class ModelConfig:
     sites: tuple[AttentionSite, ...]
     roots: tuple[str, ...]
     quantization: Mapping[str, Any] | None = None
+    dtype: str | None = None
     assumed: tuple[str, ...] = ()
 
 
@@ -200,6 +207,23 @@ def _quantization(
     return found[0] if found else None
 
 
+def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any], problems: list[str]) -> str | None:
+    """Return the dtype that the config says: the language model's own, else that of the whole."""
+    for section in (text, raw):
+        for key in ("torch_dtype", "dtype"):
+            value = section.get(key)
+            if value is None:
+                continue
+            name = value.removeprefix("torch.") if isinstance(value, str) else None
+            if name in FLOAT_DTYPES:
+                return name
+            if name != "auto":
+                known = ", ".join(sorted(FLOAT_DTYPES))
+                problems.append(f"{key} is {value!r:.80}, not the dtype of a model ({known})")
+            return None
+    return None
+
+
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """Return what a config says of its attention layers.
 
@@ -221,6 +245,8 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     dims["num_heads"] = dims.pop("num_attention_heads")
     dims["q_lora_rank"] = fields.optional("q_lora_rank", 1)
     dims["use_rope"] = not any([fields.flag("mla_use_nope"), fields.flag("skip_rope")])
+    if dims["use_rope"] and dims["qk_rope_head_dim"] % 2:
+        fields.problems.append(f"qk_rope_head_dim is {dims['qk_rope_head_dim']}: {ROPE_IS_EVEN}")
     eps = text.get("rms_norm_eps")
     if eps is not None:
         good = isinstance(eps, (int, float)) and not isinstance(eps, bool)
@@ -229,6 +255,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         dims["rms_norm_eps"] = eps
     if "q_lora_rank" not in text:
         assumed.append("q_lora_rank is not given: the layers have q_proj, as hosts take it")
+    dtype = _dtype(raw, text, fields.problems)
     layers = layer_count(fields, types)
     quantization = _quantization(raw, text, fields.problems)
     sites = [] if fields.problems else _sites(fields, types, layers, assumed)
@@ -251,5 +278,6 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         sites=tuple(sites),
         roots=roots,
         quantization=quantization,
+        dtype=dtype,
         assumed=tuple(assumed),
     )

@@ -163,6 +163,9 @@ class _Builder:
         self.resolver = resolver
         self.dtype = dtype
         self.host = host
+        if config.dtype not in (None, dtype):
+            said = f"the config says {config.dtype}, the dtype is {dtype}"
+            resolver.assumed[said] = None
         rope = config.dims["use_rope"] and config.dims["qk_rope_head_dim"] > 0
         # With one row or one latent the strides of w_kc are those of a contiguous tensor.
         flat = config.dims["qk_nope_head_dim"] == 1 or config.dims["kv_lora_rank"] == 1

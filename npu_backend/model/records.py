@@ -172,6 +172,9 @@ def _measured(
     return tuple(sorted(dict(value).items()))
 
 
+ROPE_IS_EVEN = "RoPE rotates pairs of components"
+
+
 @frozen(kw_only=True, cache_hash=True)
 class MlaLayer:
     """Static description of one MLA attention layer. No tensors.
@@ -224,6 +227,14 @@ class MlaLayer:
 
     def __attrs_post_init__(self) -> None:
         rope = "half" if self.has_rope else "none"
+        if self.has_rope and self.qk_rope_head_dim % 2:
+            raise ModelError(
+                f"qk_rope_head_dim is {self.qk_rope_head_dim}, an odd number",
+                whom=f"layer {self.layer_id}",
+                why=ROPE_IS_EVEN,
+                remedy="give the width that the checkpoint was made with, or use_rope=False",
+                code="dims.qk_rope_head_dim",
+            )
         if self.kv_layout is None:
             object.__setattr__(self, "kv_layout", KvLayout(dtype=self.dtype, rope=rope))
         elif (self.kv_layout.rope == "none") == self.has_rope:
@@ -234,6 +245,14 @@ class MlaLayer:
                 why="a layer without RoPE writes no rotated keys, and one with RoPE must say how",
                 remedy="give the layout that the host's cache has",
                 code="rope.layout",
+            )
+        if self.kv_layout.packed and self.kv_lora_rank % PACKED_TILE:
+            raise ModelError(
+                f"a cache in {self.kv_layout.dtype} cannot hold latents of {self.kv_lora_rank}",
+                whom=f"layer {self.layer_id}",
+                why=f"a packed row has one scale for each {PACKED_TILE} latents",
+                remedy="choose another dtype of the KV cache",
+                code="kv.layout",
             )
 
     @property

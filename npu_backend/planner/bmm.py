@@ -8,7 +8,6 @@ from typing import Any
 from attrs import frozen
 
 from npu_backend.deployment import Deployment, Phase
-from npu_backend.errors import SelectionError
 from npu_backend.model.records import MlaLayer
 from npu_backend.model.weights import loaded_weights
 from npu_backend.offers import Answer, BmmSpec, Reason
@@ -209,11 +208,8 @@ def plan_bmm(spec: BmmSpec, deployment: Deployment, answers: Any) -> BmmPlan:
         order=deployment.kernel_order(spec.site, spec.shape, spec.dtype),
     )
     if decided.uncovered is not None:
-        raise SelectionError(
-            "no legal strategy serves " + "; ".join(decided.uncovered.cells),
-            whom=f"batched matmul {spec.site}, (B, K, N) = {spec.shape}, {spec.dtype}",
-            why=decided.uncovered.reasons or ("no plugin answered",),
-            remedy="relax what is asked, or install a plugin that serves it",
+        raise decided.uncovered.error(
+            f"batched matmul {spec.site}, (B, K, N) = {spec.shape}, {spec.dtype}"
         )
     serves: dict[Candidate, dict[tuple[int, int | None], list[Phase]]] = {}
     for run in decided.served:

@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 
 from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import Deployment, Request
-from npu_backend.errors import DeploymentError, RequestUnmetError, SelectionError
+from npu_backend.errors import DeploymentError, RequestUnmetError
 from npu_backend.explain import name_layers
 from npu_backend.model.records import MlaLayer, ModelInfo
 from npu_backend.model.weights import WeightSpec, loaded_weights
@@ -73,9 +73,16 @@ class _Settled:
 class _Planner:
     """One run. Memoises on the answers, never by skipping hooks."""
 
-    def __init__(self, deployment: Deployment, answers: Answers) -> None:
+    def __init__(
+        self, deployment: Deployment, answers: Answers, plugins: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self.deployment = deployment
         self.answers = answers
+        self.not_asked = tuple(
+            f"plugin {p['name']} ({p['dist']} {p['version']}) is {p['status']} and was not asked"
+            for p in plugins
+            if p["status"] != "active"
+        )
         self.slots: Slots = ()
         self.settled = _Settled()
         self._weights: dict[MlaLayer, dict[str, WeightSpec]] = {}
@@ -239,12 +246,7 @@ class _Planner:
         # An unmet request is told first: it is what the user asked, and the likelier cause.
         if decided.uncovered is not None and not decided.unmet:
             where = f"{layer}, {'path' if kind == 'path' else 'batched matmul ' + kind}"
-            raise SelectionError(
-                "no legal strategy serves " + "; ".join(decided.uncovered.cells),
-                whom=where,
-                why=decided.uncovered.reasons or ("no plugin answered",),
-                remedy="relax what is asked, or install a plugin that serves it",
-            )
+            raise decided.uncovered.error(where, self.not_asked)
 
 
 def _check_requests(settled: _Settled, deployment: Deployment) -> None:
@@ -325,7 +327,7 @@ def plan_model(
             why="a layer has one plan, and its id names it",
             remedy="give each layer once, with an id of its own",
         )
-    planner = _Planner(deployment, answers)
+    planner = _Planner(deployment, answers, plugins)
     plans = tuple(planner.plan(layer) for layer in ordered)
     _check_requests(planner.settled, deployment)
     return ModelPlan(

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from npu_backend.catalog import KernelOrder
-from npu_backend.deployment import Deployment, Request
+from npu_backend.deployment import Deployment, Phase, Request
+from npu_backend.errors import SelectionError
 from npu_backend.offers import Reason
 from npu_backend.plan import DeclineRecord, TableEntry, UnusedRecord
 from npu_backend.planner.answers import Sorted
@@ -22,6 +23,7 @@ from npu_backend.planner.requests import Unmet, check, matches, preferred
 from npu_backend.planner.tables import (
     Candidate,
     Cells,
+    Range,
     Served,
     covers,
     entries,
@@ -38,10 +40,32 @@ Slots = tuple[tuple[str, tuple[int, int, int]], ...]
 
 @frozen
 class Uncovered:
-    """Cells that nobody may serve, with every reason."""
+    """Cells that nobody may serve, with every reason.
+
+    Args:
+        cells: The cells in words.
+        reasons: Why each strategy that anybody spoke of does not serve them.
+        code: ``phase`` where a phase is served by nobody, else ``tokens.limit``.
+    """
 
     cells: tuple[str, ...]
     reasons: tuple[str, ...]
+    code: str
+
+    def error(self, whom: str, also: Sequence[str] = ()) -> SelectionError:
+        """Return the error.
+
+        Args:
+            whom: The layer, or the batched matmul.
+            also: Reasons that lie outside the answers, such as plugins that were not asked.
+        """
+        return SelectionError(
+            "no legal strategy serves " + "; ".join(self.cells),
+            whom=whom,
+            why=(*self.reasons, *also) or ("no plugin answered",),
+            remedy="relax what is asked, or install or enable a plugin that serves it",
+            code=self.code,
+        )
 
 
 @frozen
@@ -126,6 +150,20 @@ def _slot_conflict(
     return None
 
 
+def _falls_short(candidate: Candidate, missing: Sequence[tuple[Phase, Range]]) -> list[Reason]:
+    """Return why a legal offer does not serve what is missing: its envelope ends before it."""
+    envelope = candidate.offer.envelope
+    reasons = []
+    if beyond := dict.fromkeys(str(p) for p, _ in missing if p not in envelope.phases):
+        serves = ", ".join(str(p) for p in Phase if p in envelope.phases)
+        reasons.append(Reason("phase", f"it serves {serves}, and not {', '.join(beyond)}"))
+    if any(phase in envelope.phases for phase, _ in missing):
+        low, high = envelope.tokens
+        limits = "".join(f"; {limit.message}" for limit in candidate.offer.limits)
+        reasons.append(Reason("tokens.limit", f"it serves rows {low}..{high or 'any'}{limits}"))
+    return reasons
+
+
 def decide(
     *,
     hook: str,
@@ -187,9 +225,18 @@ def decide(
             unmet.append(problem)
     uncovered = None
     if missing := gaps(served):
+        served_at_all = {s.phase for s in served if s.by is not None}
         uncovered = Uncovered(
             tuple(f"{phase} rows {low}..{high or 'any'}" for phase, (low, high) in missing),
-            tuple(f"{d.strategy}, {d.provider}: {r}" for d in declined for r in d.reasons),
+            (
+                *(f"{d.strategy}, {d.provider}: {r}" for d in declined for r in d.reasons),
+                *(
+                    f"{c.strategy}, {c.plugin.provider}: {r}"
+                    for c in sorted(ordered, key=lambda c: c.order)
+                    for r in _falls_short(c, missing)
+                ),
+            ),
+            "tokens.limit" if {p for p, _ in missing} <= served_at_all else "phase",
         )
     return Decided(
         table=entries(served, ordered, order.source if order else ""),

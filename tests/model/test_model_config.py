@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from npu_backend.errors import ModelError
 from npu_backend.model.read import read_model
@@ -287,3 +288,58 @@ def test_a_huge_file_is_not_read_as_a_config(model_dir: Any) -> None:
         file.truncate((1 << 26) + 1)
     with pytest.raises(ModelError, match="more than the 67108864"):
         read_model(path)
+
+
+# --- sizes and dtypes that no layer can have -----------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 63, 65])
+def test_rope_of_an_odd_width_is_refused_wherever_it_is_said(
+    model_dir: Any, tiny: dict[str, Any], width: int
+) -> None:
+    model_dir.config(qk_rope_head_dim=width)
+    with pytest.raises(ModelError, match=f"qk_rope_head_dim is {width}: RoPE rotates pairs"):
+        read_model(model_dir.path)
+    model_dir.config(qk_rope_head_dim=width + 1)
+    layer = read_model(model_dir.path)[0]
+    with pytest.raises(ModelError, match=r"dims\.qk_rope_head_dim: .* an odd number"):
+        evolve(layer, qk_rope_head_dim=width)
+
+
+def test_an_odd_width_that_is_not_rotated_is_taken(model_dir: Any) -> None:
+    model_dir.config(qk_rope_head_dim=63, mla_use_nope=True)
+    assert read_model(model_dir.path)[0].qk_rope_head_dim == 63
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("section", [None, "text_config"])
+@pytest.mark.parametrize("value", ["int4", "", "bf16", "torch.int8", 7, ["bfloat16"], True])
+def test_a_dtype_that_no_weights_are_of_is_refused(
+    model_dir: Any, tiny: dict[str, Any], key: str, section: str | None, value: Any
+) -> None:
+    config = {**tiny, key: value}
+    if section is not None:
+        config = {"model_type": "kimi_k3", section: config}
+    (model_dir.path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{key} is .*, not the dtype of a model \(bfloat16, "):
+        read_model(model_dir.path)
+
+
+@pytest.mark.parametrize("value", ["float16", "torch.float16", "float32", "float8_e4m3fn"])
+def test_another_dtype_than_the_one_planned_for_stands_among_the_assumptions(
+    model_dir: Any, value: str
+) -> None:
+    model_dir.config(torch_dtype=value)
+    said = value.removeprefix("torch.")
+    note = f"the config says {said}, the dtype is bfloat16"
+    assert note in read_model(model_dir.path).info.assumed
+    if not said.startswith("float8"):
+        assert not any(
+            "the config says" in a for a in read_model(model_dir.path, dtype=said).info.assumed
+        )
+
+
+@pytest.mark.parametrize("value", ["bfloat16", "torch.bfloat16", "auto", None])
+def test_the_dtype_planned_for_and_auto_say_nothing(model_dir: Any, value: Any) -> None:
+    model_dir.config(torch_dtype=value)
+    assert not any("the config says" in a for a in read_model(model_dir.path).info.assumed)

@@ -74,15 +74,13 @@ ROWS = [
     prolog("no static int8", "quant.mode", **STATIC),
     prolog("qkv_a int8 beside a float q_b", "quant.mode",
            quant={"fused_qkv_a_proj": "w8a8-dynamic"}),
-    prolog("MXFP8 only on A5", "quant.mode", quant=dict.fromkeys(BOTH, "mxfp8")),
-    prolog("fp8 only on A5", "quant.mode", quant=dict.fromkeys(BOTH, "fp8")),
-    prolog("hif8 only on A5", "quant.mode", quant=dict.fromkeys(BOTH, "hif8")),
     prolog("a float layer has a float cache", "kv.layout", kv_layout=KvLayout(dtype="int8")),
     prolog("(1,1,*) is no triple", "kv.layout", quant={"q_b_proj": "w8a8-dynamic"},
            kv_layout=KvLayout(dtype="int8")),
     prolog("(2,2,*) is no triple", "kv.layout", quant=dict.fromkeys(BOTH, "w8a8-dynamic"),
            kv_layout=KvLayout(dtype="int8_channel")),
-    prolog("int8 weights pack int8", "kv.layout", quant=dict.fromkeys(BOTH, "w8a8-dynamic"),
+    prolog("int8 weights pack int8", "kv.layout", {"soc": "A5"},
+           quant=dict.fromkeys(BOTH, "w8a8-dynamic"),
            kv_layout=KvLayout(dtype="fp8_packed")),
     prolog("MXFP8 weights pack fp8", "kv.layout", {"soc": "A5"},
            quant=dict.fromkeys(BOTH, "mxfp8"), kv_layout=KvLayout(dtype="int8_packed")),
@@ -127,6 +125,16 @@ def test_an_offending_layer_is_refused_with_its_reason(make_layer, plan_layer, r
     assert [e.strategy for e in plan.path] == ["absorb"]
     with pytest.raises(SelectionError, match=row.code):
         plan_layer(make_layer(**row.layer), **row.deployment, requests=[f"path={row.strategy}"])
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8", "hif8"])
+def test_8_bit_floats_are_of_a5_for_every_path(make_layer, plan_layer, kind):
+    """No path is left: absorb's linears ask the same formats of the chip."""
+    with pytest.raises(SelectionError) as caught:
+        plan_layer(make_layer(quant=dict.fromkeys(BOTH, kind)))
+    for strategy in ("mlaprolog", "absorb"):
+        told = [why for why in caught.value.why if why.startswith(f"{strategy}, ")]
+        assert any("quant.mode" in why and "A3" in why for why in told)
 
 
 @pytest.mark.parametrize("strategy", ["mlaprolog", "mlapo"])

@@ -7,11 +7,13 @@ import json
 
 import pytest
 
+import npu_backend
 from npu_backend import (
     Decline,
     Deployment,
     DeploymentError,
     Envelope,
+    Forbid,
     Indexer,
     Keep,
     KvLayout,
@@ -24,6 +26,7 @@ from npu_backend import (
     SelectionError,
     Soc,
 )
+from npu_backend.api import Backend
 from npu_backend.offers import REASON_CODES
 
 T102 = "npu_transpose_batchmatmul[1,0,2]"
@@ -131,8 +134,6 @@ def test_legal_offers_that_serve_nothing_stand_under_unused(plan):
 
 def test_what_nobody_serves_is_an_error_with_every_reason(plan, make_layer):
     def select_bmm_kernel(bmm, deployment):
-        from npu_backend import Forbid
-
         return [
             Forbid(strategy=s, reasons=Reason("acme.no", f"no {s}"))
             for s in (T102, T012, BMT, "torch.bmm")
@@ -144,6 +145,42 @@ def test_what_nobody_serves_is_an_error_with_every_reason(plan, make_layer):
     assert "v_up" in caught.value.whom
     for strategy in (T102, T012, BMT, "torch.bmm"):
         assert any(f"no {strategy}" in why for why in caught.value.why)
+
+
+@pytest.mark.parametrize("role", ["null", "prefill"])
+def test_a_legal_offer_that_ends_before_what_is_left_says_so(role):
+    loaded = npu_backend.load(third_party=False, disable=["absorb"])
+    with pytest.raises(SelectionError) as caught:
+        Backend(loaded.registry, loaded.catalog).plan(
+            npu_backend.read_model("deepseek-v3", layers=[0]), Deployment(role=role)
+        )
+    error = caught.value
+    assert error.code == "phase"
+    assert "extend rows 1..any" in error.what
+    (prolog,) = (why for why in error.why if why.startswith("mlaprolog, "))
+    assert prolog.endswith(
+        ": phase: it serves decode, target_verify, draft_extend, idle, and not extend"
+    )
+    assert any(why.startswith("mlapo, ") and "quant.mode" in why for why in error.why)
+    (off,) = (why for why in error.why if why.startswith("plugin absorb "))
+    assert off.endswith("is blocked and was not asked")
+
+
+def test_rows_that_no_kernel_takes_name_each_kernels_range(plan, make_layer):
+    def select_bmm_kernel(bmm, deployment):
+        return [
+            Forbid(strategy=s, reasons=Reason("acme.no", f"no {s}"))
+            for s in (T102, T012, "torch.bmm")
+        ]
+
+    plan.vendor(select_bmm_kernel)
+    with pytest.raises(SelectionError) as caught:
+        plan.layers([make_layer(w_kc_layout="contiguous")], role="decode", cann="9.0.0")
+    assert caught.value.code == "tokens.limit"
+    assert "rows 1025..any" in caught.value.what
+    # batch_matmul_transpose: at most 1024 rows.
+    (told,) = (why for why in caught.value.why if why.startswith(f"{BMT}, "))
+    assert "tokens.limit: it serves rows 1..1024" in told
 
 
 def test_two_offers_that_copy_what_the_other_reads_are_dropped_from_the_last_in_call_order(
@@ -697,6 +734,7 @@ def test_json_holds_the_schema_of_the_design(plan):
         "plugins",
         "layers",
         "totals",
+        "warnings",
     ]
     assert list(data["layers"][0]) == [
         "layer_id",

@@ -456,3 +456,28 @@ def test_the_limits_are_figures_with_a_source() -> None:
         found = figure("npu_quant_matmul", "dtypes", soc=soc)
         assert found is not None
         assert (FP8 in found.value) is fp8_there
+
+
+# --- casts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.npu(soc="A3")
+def test_a_chip_without_8_bit_floats_does_not_cast_to_them(npu_device) -> None:
+    import torch
+
+    floats = torch.ones(4, 64, device=npu_device)
+    with rejected("A3 has no 8-bit floats"):
+        floats.to(torch.float8_e4m3fn)
+    # A checkpoint's bytes still move; to compute with them is what the chip cannot.
+    coded = torch.ones(4, 64).to(torch.float8_e4m3fn).to(npu_device)
+    assert coded.clone().dtype == torch.float8_e4m3fn
+    with rejected("A3 has no 8-bit floats"):
+        coded.float()
+
+
+@on_a5
+def test_a5_casts_to_8_bit_floats_and_back(npu_device) -> None:
+    import torch
+
+    floats = torch.tensor([[0.5, -2.0, 448.0]], device=npu_device)
+    assert floats.to(torch.float8_e4m3fn).float().tolist() == [[0.5, -2.0, 448.0]]

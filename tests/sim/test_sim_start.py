@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from npu_backend.catalog import load_catalog
 from npu_backend.testing.sim import Settings, SimStartError, build_standins
 
 SOURCES = Path(__file__).parents[2] / "npu_backend" / "testing" / "sim"
@@ -48,6 +49,38 @@ def test_start_brings_up_the_chip_cann_and_memory_asked_for(run_python) -> None:
     )
     # Nothing but the test's own line: standard output may be a machine's.
     assert done.stdout == "Ascend910B3 2 1073741824 8.5.0 223 npu:1 0\n", done.stderr
+
+
+@pytest.mark.parametrize("family", sorted(load_catalog().versions.socs))
+def test_every_chip_family_of_the_catalog_comes_up(run_python, family) -> None:
+    done = run_python(
+        START + f"s = sim.start(soc={family!r})\n"
+        "import torch\nfrom npu_backend.catalog import load_catalog\n"
+        "from torch_npu.npu.utils import get_soc_version\n"
+        "told = load_catalog().versions.soc_of_version(get_soc_version())\n"
+        "print(s.settings.family, told.family,\n"
+        "      (torch.ones(2, 2, device='npu') @ torch.ones(2, 2, device='npu')).sum().item())"
+    )
+    assert done.stdout == f"{family} {family} 8.0\n", done.stderr
+
+
+def test_a_function_looked_up_late_that_is_missing_is_a_named_error(run_python, tmp_path) -> None:
+    # torch_npu looks it up on 310P, 310B and 910 only, when the first stream is used.
+    for path in SOURCES.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    text = (tmp_path / "queue.c").read_text()
+    name = "aclrtSetStreamOverflowSwitch"
+    assert name in text
+    (tmp_path / "queue.c").write_text(text.replace(f"SUCCEEDS({name}, void)\n", ""))
+    folder = build_standins(tmp_path).folder
+    done = run_python(
+        START
+        + "from pathlib import Path\n"
+        + REPORT.format(f"soc='310P', standins=Path({str(folder)!r})")
+    )
+    assert "device 0 does not come up on the stand-ins" in done.stdout, done.stderr
+    assert f"why: Failed to find function {name}" in done.stdout
+    assert "Ascend310P1" in done.stdout
 
 
 def test_settings_come_from_the_environment(run_python) -> None:

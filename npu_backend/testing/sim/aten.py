@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from npu_backend.testing.sim.alias import DEVICE_TYPE, alias, from_cpu, new_library
+from npu_backend.testing.sim.kernels.base import place
+from npu_backend.testing.sim.limits import Place
 
 __all__ = ["register"]
 
@@ -87,6 +89,8 @@ _MOVES = frozenset(
     }
 )
 _COMPARISONS = frozenset({"equal"})
+_CONVERSIONS = frozenset({"copy_", "copy", "_copy_from", "_copy_from_and_resize"})
+"""Ops through which an element can change its dtype; the bytes of one dtype move on any chip."""
 _FLOAT8 = frozenset(
     getattr(torch, name)
     for name in dir(torch)
@@ -142,6 +146,25 @@ def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
     host_kwargs = {key: _mapped(value, replace) for key, value in kwargs.items()}
     result = op(*host_args, **host_kwargs)
     return _mapped(result, restore) if moves else result
+
+
+def _check_float8(name: str, args: Any) -> None:
+    """Refuse a cast to or from an 8-bit float on a chip whose ops know none.
+
+    Raises:
+        OpRejectedError: The chip has no such numbers.
+    """
+    dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+    here = place()
+    if len(dtypes) < 2 or not dtypes & _FLOAT8 or _has_float8(here):
+        return
+    told = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise here.reject(name, f"a cast between {told}: {here.family} has no 8-bit floats")
+
+
+def _has_float8(here: Place) -> bool:
+    found = here.figure("npu_dynamic_quant", "dst_types")
+    return found is not None and any(str(name).startswith("float8_") for name in found.value)
 
 
 class _Call:
@@ -241,12 +264,15 @@ def _generic(op: Any, name: str) -> Callable[..., Any]:
     base = op._schema.name.split("::")[1]
     cross_device, moves = base in _CROSS_DEVICE, base in _MOVES
     random = any(a.name == "generator" for a in op._schema.arguments)
+    converts = base in _CONVERSIONS
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = _Call(name, cross_device)
         host_args = call.to_host(args)
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
         call.check_devices()
+        if converts:
+            _check_float8(name, host_args)
         if random and host_kwargs.get("generator") is None:
             host_kwargs["generator"] = _host_generator(_default_generator(call.device))
         try:

@@ -191,9 +191,18 @@ def _bring_up(torch: Any, settings: Settings) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index in reversed(range(settings.devices)):
-            torch.npu.set_device(index)
-            # The first allocation makes the runtime's one-time settings; it is freed at once.
-            torch.empty(1, device=f"npu:{index}")
+            try:
+                torch.npu.set_device(index)
+                # The first allocation makes the runtime's one-time settings; it is freed at once.
+                torch.empty(1, device=f"npu:{index}")
+            except RuntimeError as err:
+                raise SimStartError(
+                    f"device {index} does not come up on the stand-ins",
+                    whom=f"{settings}, torch-npu {installed_torch_npu()}",
+                    why=str(err).partition("\n")[0],
+                    remedy="if a function is named, the stand-ins lack it for this chip; "
+                    "take another chip or torch-npu package",
+                ) from err
         torch.npu.empty_cache()
         for index in range(settings.devices):
             torch.npu.reset_peak_memory_stats(index)

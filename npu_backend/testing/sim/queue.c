@@ -96,6 +96,7 @@ SUCCEEDS(aclrtRecordEvent, void)
 SUCCEEDS(aclrtResetEvent, void)
 SUCCEEDS(aclrtStreamWaitEvent, void)
 SUCCEEDS(aclrtSetStreamFailureMode, void)
+SUCCEEDS(aclrtSetStreamOverflowSwitch, void)
 /* clang-format on */
 
 /* Profiling hooks that are registered at start-up; no report is ever taken. */
