@@ -14,9 +14,10 @@ from attrs import evolve
 
 from npu_backend.errors import PrepareError
 from npu_backend.plan import LayerPlan, WeightPlan
-from npu_backend.runtime.culprits import culprits
+from npu_backend.runtime.culprits import culprits, tensors_on
 from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.storages import holders, span, unnamed_holders
+from npu_backend.runtime.tombstone import unswappable
 
 __all__ = ["AliasWarning", "check_copies", "keep_aliased", "living_holders", "tensor_bytes"]
 
@@ -56,6 +57,7 @@ def living_holders(
     others: Mapping[str, torch.Tensor],
     *,
     host_keeps_storage: bool,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the weights planned to go whose storage something else keeps, and what does.
 
@@ -63,11 +65,16 @@ def living_holders(
         plan: The plan.
         weights: The given weights, planned or not.
         others: Tensors that live on: the cache's, and those the caller named.
-        host_keeps_storage: A holder nobody named is then the host's C++ and expected.
+        host_keeps_storage: Holders that neither the caller named nor Python sees are then the
+            host's C++ and expected.
+        elsewhere: Weights that another bound layer still reads, and which.
     """
     found: dict[str, str] = {}
     for row in plan.released():
         tensor = weights[row.name]
+        if elsewhere is not None and row.name in elsewhere:
+            found[row.name] = elsewhere[row.name]
+            continue
         # The caller may name the weight itself among the living, say as a module's parameter.
         given = {**weights, **others}
         alive = {n: t for n, t in given.items() if n != row.name and t is not tensor}
@@ -75,18 +82,25 @@ def living_holders(
         named = [*same, *holders(tensor, alive)]
         if named:
             found[row.name] = ", ".join(dict.fromkeys(named))
-        elif not host_keeps_storage and (count := unnamed_holders(tensor)):
-            found[row.name] = _unnamed(tensor, count)
+        elif unnamed := _unnamed(tensor, host_keeps_storage=host_keeps_storage):
+            found[row.name] = unnamed
     return found
 
 
-def _unnamed(tensor: torch.Tensor, count: int) -> str:
-    """Return in words which tensors share a storage, and who refers to them."""
+def _unnamed(tensor: torch.Tensor, *, host_keeps_storage: bool) -> str | None:
+    """Return in words what holds a weight that nobody named, or None.
+
+    Where the host's C++ keeps storages their number says nothing. What Python can see on the bytes
+    counts all the same, for reading it after the bytes are gone would end the process.
+    """
     here = span(tensor)
-    assert here is not None
-    who = ", ".join(culprits(here.start, here.nbytes, here.device, besides=tensor))
-    told = f"{count} living tensor{'s' if count > 1 else ''} that nobody named"
-    return f"{told}: {who}" if who else told
+    if here is not None and (count := unnamed_holders(tensor)):
+        where = (here.start, here.nbytes, here.device, tensor)
+        if not host_keeps_storage or tensors_on(*where):
+            who = ", ".join(culprits(*where))
+            told = f"{count} living tensor{'s' if count > 1 else ''} that nobody named"
+            return f"{told}: {who}" if who else told
+    return unswappable(tensor)
 
 
 def _copy_rows(plan: LayerPlan, unit: Unit) -> list[WeightPlan]:

@@ -57,10 +57,31 @@ def _weight_problems(plan: LayerPlan, weights: Mapping[str, torch.Tensor]) -> li
     return found
 
 
+def _norm_problems(plan: LayerPlan, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return what is wrong with the norms, which paths read and no plan releases."""
+    layer = plan.layer
+    sizes = {"kv_a_layernorm": layer.kv_lora_rank}
+    if layer.q_lora_rank is not None:
+        sizes["q_a_layernorm"] = layer.q_lora_rank
+    found = []
+    for name, size in sizes.items():
+        norm = weights.get(name)
+        if norm is None:
+            # A host that runs every path itself needs none here.
+            if any(entry.offer is not None for entry in plan.path):
+                found.append(f"{name} is missing: the norm's weight, ({size},), beside the plan's")
+        elif not isinstance(norm, torch.Tensor):
+            found.append(f"{name} is a {type(norm).__name__}, not a tensor")
+        elif tuple(norm.shape) != (size,) or not norm.is_floating_point():
+            dtype = str(norm.dtype).removeprefix("torch.")
+            found.append(f"{name} is {dtype} {tuple(norm.shape)}, the layer's is float ({size},)")
+    return found
+
+
 def _check(
     plan: LayerPlan, weights: Mapping[str, torch.Tensor], cache: LayerCache | None
 ) -> torch.device:
-    problems = _weight_problems(plan, weights)
+    problems = _weight_problems(plan, weights) + _norm_problems(plan, weights)
     devices = {str(t.device) for t in weights.values() if isinstance(t, torch.Tensor)}
     if cache is not None:
         problems += cache.problems(plan.layer)

@@ -23,7 +23,9 @@ from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
 from npu_backend.runtime.prepare import Callables, PreparedLayer, prepare_layer
 from npu_backend.runtime.result import PreprocessResult
+from npu_backend.runtime.sharing import enlist, read_elsewhere, refuse_buried
 from npu_backend.runtime.slots import check_slots, claim_slots
+from npu_backend.runtime.tombstone import is_tombstone
 
 __all__ = ["BoundLayer"]
 
@@ -41,6 +43,7 @@ class BoundLayer:
         v_up: ``(tokens, heads, kv_lora_rank) -> (tokens, heads, v_head_dim)``. Where every phase
             has the same entries it *is* the bound callable; else it needs ``phase=``.
         q_absorb: ``(tokens, heads, qk_nope_head_dim) -> (tokens, heads, kv_lora_rank)``, likewise.
+        weights: The given tensors by name; those released are tombstones.
         ledger: What the release freed, None before it.
         generation: Counts the updates of the weights; callables that were taken out of the layer
             before the last one should be taken again.
@@ -70,7 +73,7 @@ class BoundLayer:
         self.host_keeps_storage = host_keeps_storage
         self._reload = reload
         self.ledger: Ledger | None = None
-        self._weights = dict(weights)
+        self.weights: Mapping[str, torch.Tensor] = dict(weights)
         self._others = dict(others)
         self._units = units
         self._restorable: dict[str, _release.Back] = {}
@@ -85,6 +88,7 @@ class BoundLayer:
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
         self._refuse_steps(refusals.unprepared(plan))
+        enlist(self)
 
     def __repr__(self) -> str:
         state = "prepared" if self._prepared else "bound"
@@ -124,13 +128,13 @@ class BoundLayer:
         Raises:
             PrepareError: An implementation failed, its copies are not as declared, or under graph
                 capture another plan's layer holds a kernel's slot.
+            WeightReleasedError: Another bound layer released a weight of this one.
         """
         if self._prepared:
             return
+        refuse_buried(self.plan, self.weights, self._gone, "prepare() came")
         check_slots(self.plan)
-        made, bound = prepare_layer(
-            self.plan, self._units, self._weights, self._others, self._cache
-        )
+        made, bound = prepare_layer(self.plan, self._units, self.weights, self._others, self._cache)
         self.plan, self._made, self._prepared = made.plan, made, True
         claim_slots(self, self.plan)
         if bound is None:
@@ -179,7 +183,8 @@ class BoundLayer:
     def release(self, *, empty_cache: bool = False) -> Ledger:
         """Free exactly what ``plan`` says; validated first, destroyed last.
 
-        A weight whose storage something keeps alive by now is kept, and the plan amended. A second
+        A weight whose storage something keeps alive by now, or which another bound layer reads, is
+        kept, and the plan amended. A second
         call returns the same ledger. Where the bytes freed are not those planned, a warning names
         who still holds them.
 
@@ -188,22 +193,25 @@ class BoundLayer:
 
         Raises:
             PrepareError: The layer is not prepared, or graphs were captured.
+            WeightReleasedError: Another bound layer released a weight of this one.
         """
         if self._updating:
             raise refusals.updating(self.plan)(0)
         if self.ledger is None:
+            refuse_buried(self.plan, self.weights, self._gone, "release() came")
             if changed := self._changed():
                 # The copies are old, and the originals would be gone.
                 raise refusals.stale(self.plan, changed)
             self.plan, self.ledger, self._restorable = _release.release_layer(
                 self.plan,
-                self._weights,
+                self.weights,
                 self._others,
                 prepared=self._prepared,
                 captured=self.captured,
                 host_keeps_storage=self.host_keeps_storage,
                 device=self.device,
                 reload=self._reload,
+                elsewhere=read_elsewhere(self),
             )
             self._gone += [row.name for row in self.ledger.rows]
             self._watch()
@@ -224,7 +232,7 @@ class BoundLayer:
         Raises:
             PrepareError: Out of memory; the layer is as it was.
         """
-        names = _release.restore_weights(self.plan, self._weights, self._restorable, self.device)
+        names = _release.restore_weights(self.plan, self.weights, self._restorable, self.device)
         self._restorable = {}
         self._gone[:] = [name for name in self._gone if name not in names]
         if names and self.ledger is not None:
@@ -283,7 +291,7 @@ class BoundLayer:
                 code="promise.weight_update",
             )
         if self._made is not None:
-            made, _ = prepare_layer(self.plan, self._units, self._weights, self._others, None)
+            made, _ = prepare_layer(self.plan, self._units, self.weights, self._others, None)
             made = made.keep_addresses(self._made)
             bound = None if self._cache is None else made.bind(self._cache)
             self.plan, self._made = made.plan, made
@@ -384,7 +392,7 @@ class BoundLayer:
         """
         if self._compressed is None:
             self._compressed = compressed_query(
-                self.plan, self._weights, self.device, prepared=self._prepared
+                self.plan, self.weights, self.device, prepared=self._prepared
             )
         return self._compressed(hidden_states)
 
@@ -435,9 +443,9 @@ class BoundLayer:
         """Return address and version of each living original that a prepared copy was made of."""
         copied = {r.copy_of for r in self.plan.weights if r.copy_of is not None}
         found = {}
-        for name in sorted(copied & self._weights.keys()):
-            weight = self._weights[name]
-            if name not in self._gone and not weight.is_inference():
+        for name in sorted(copied & self.weights.keys()):
+            weight = self.weights[name]
+            if not is_tombstone(weight) and not weight.is_inference():
                 found[name] = (weight.data_ptr(), weight._version)
         return found
 
@@ -457,7 +465,7 @@ class BoundLayer:
         nothing compiles anew after a release."""
         if all(r.copy_of is None for r in self.plan.weights):
             return paths
-        plan, written, weights = self.plan, self._written, self._weights
+        plan, written, weights = self.plan, self._written, self.weights
 
         def guard(path: Path) -> Path:
             def guarded(
@@ -467,7 +475,9 @@ class BoundLayer:
                     changed = [
                         name
                         for name, (address, version) in written.items()
-                        if weights[name]._version != version or weights[name].data_ptr() != address
+                        # Another layer on the same parameters may have released one.
+                        if not is_tombstone(weight := weights[name])
+                        and (weight._version != version or weight.data_ptr() != address)
                     ]
                     if changed:
                         raise refusals.stale(plan, changed)

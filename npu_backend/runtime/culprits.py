@@ -14,7 +14,7 @@ import torch
 from npu_backend.runtime.storages import span
 from npu_backend.runtime.tombstone import is_tombstone
 
-__all__ = ["culprits"]
+__all__ = ["culprits", "tensors_on"]
 
 _MOST = 4
 """Referrers that are named."""
@@ -58,6 +58,26 @@ def _name(referrer: object, tensor: torch.Tensor) -> str | None:
     return f"a {kind}" if key is None else f"attribute {key} of {kind}"
 
 
+def tensors_on(
+    start: int, nbytes: int, device: str, besides: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Return the tensors on some bytes that Python knows; arguments as of :func:`culprits`."""
+    found = []
+    for candidate in gc.get_objects():
+        # type(), for a proxy's __class__ may run code.
+        if not issubclass(type(candidate), torch.Tensor) or is_tombstone(candidate):
+            continue
+        try:
+            here = None if candidate is besides else span(candidate)
+        except Exception:  # noqa: BLE001, S112 - a tensor without memory of its own holds none of it
+            continue
+        if here is None or here.device != device:
+            continue
+        if here.start < start + nbytes and start < here.start + here.nbytes:
+            found.append(candidate)
+    return found
+
+
 def culprits(
     start: int, nbytes: int, device: str, besides: torch.Tensor | None = None
 ) -> tuple[str, ...]:
@@ -70,20 +90,7 @@ def culprits(
         besides: A tensor that may be there.
     """
     found: dict[str, None] = {}
-    tensors = []
-    for candidate in gc.get_objects():
-        # type(), for a proxy's __class__ may run code.
-        if not issubclass(type(candidate), torch.Tensor) or is_tombstone(candidate):
-            continue
-        try:
-            here = None if candidate is besides else span(candidate)
-        except Exception:  # noqa: BLE001, S112 - a tensor without memory of its own holds none of it
-            continue
-        if here is None or here.device != device:
-            continue
-        if here.start < start + nbytes and start < here.start + here.nbytes:
-            tensors.append(candidate)
-    candidate = None
+    tensors = tensors_on(start, nbytes, device, besides)
     for tensor in tensors:
         told = f"{tuple(tensor.shape)} {tensor.dtype}"
         for referrer in gc.get_referrers(tensor):

@@ -27,13 +27,13 @@ class HostCopy:
     Args:
         values: On the host, pinned where the weight was on a device.
         stride: Strides of the weight.
-        parameter: Whether it was a module parameter.
+        kind: Its class, a host's own subclass of Parameter say.
         requires_grad: As it was.
     """
 
     values: torch.Tensor
     stride: tuple[int, ...]
-    parameter: bool
+    kind: type[torch.Tensor]
     requires_grad: bool
 
     @classmethod
@@ -43,8 +43,7 @@ class HostCopy:
         values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
         with torch.no_grad():
             values.copy_(tensor)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return cls(values, tensor.stride(), is_parameter, tensor.requires_grad)
+        return cls(values, tensor.stride(), type(tensor), tensor.requires_grad)
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the weight on a device again, in its former strides."""
@@ -53,8 +52,6 @@ class HostCopy:
         )
         with torch.no_grad():
             back.copy_(self.values)
-        if self.parameter:
-            return torch.nn.Parameter(back, requires_grad=self.requires_grad)
         return back.requires_grad_(self.requires_grad)
 
 
@@ -69,7 +66,7 @@ class Reload:
         shape: As it must come back.
         dtype: Likewise.
         stride: Strides to put it in.
-        parameter: Whether it was a module parameter.
+        kind: Its class, a host's own subclass of Parameter say.
         requires_grad: As it was.
     """
 
@@ -79,7 +76,7 @@ class Reload:
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...]
-    parameter: bool
+    kind: type[torch.Tensor]
     requires_grad: bool
 
     @classmethod
@@ -98,7 +95,7 @@ class Reload:
             tensor.shape,
             tensor.dtype,
             tensor.stride(),
-            isinstance(tensor, torch.nn.Parameter),
+            type(tensor),
             tensor.requires_grad,
         )
 
@@ -119,8 +116,6 @@ class Reload:
         back = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         with torch.no_grad():
             back.copy_(found)
-        if self.parameter:
-            return torch.nn.Parameter(back, requires_grad=self.requires_grad)
         return back.requires_grad_(self.requires_grad)
 
 
@@ -195,8 +190,20 @@ def release_layer(
     host_keeps_storage: bool,
     device: torch.device,
     reload: Callable[[str], torch.Tensor] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[LayerPlan, Ledger, dict[str, Back]]:
     """Free what the plan releases. Everything that can fail comes before the first byte goes.
+
+    Args:
+        plan: The layer's plan.
+        weights: The loaded weights by name.
+        others: Tensors that live on.
+        prepared: Whether the layer is prepared.
+        captured: Whether graphs were captured over it.
+        host_keeps_storage: As for :func:`npu_backend.runtime.bind`.
+        device: The layer's device.
+        reload: As for :func:`npu_backend.runtime.bind`.
+        elsewhere: Weights that another bound layer still reads, and which layer.
 
     Returns:
         The plan, amended where something came to share a storage since; the ledger; and the host
@@ -206,7 +213,9 @@ def release_layer(
         PrepareError: The layer is not prepared, or graphs were captured.
     """
     _refuse(plan, prepared, captured)
-    held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
+    held = living_holders(
+        plan, weights, others, host_keeps_storage=host_keeps_storage, elsewhere=elsewhere
+    )
     plan = keep_aliased(plan, held)
     going = plan.released()
     copies: dict[str, Back] = {
@@ -263,6 +272,6 @@ def restore_weights(
             why=f"{type(err).__name__}: {err}",
             remedy="free memory and call layer.restore() again; the layer is as it was",
         ) from err
-    for name, tensor in back.items():
-        raise_up(weights[name], tensor)
-    return tuple(back)
+    for name in list(back):
+        raise_up(weights[name], back.pop(name), copies[name].kind)
+    return tuple(copies)

@@ -2,11 +2,13 @@
 
 Torch on freed storage can segfault, or give garbage without a word. A tombstone has no storage at
 all (a wrapper subclass), so whatever reaches for the bytes meets :class:`WeightReleasedError`
-instead, whichever Python reference it came by and in whichever thread.
+instead, whichever Python reference it came by and in whichever thread. What asks torch's C++ for an
+address without asking the tensor (``torch.utils.dlpack.to_dlpack``) gets torch's RuntimeError.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -98,6 +100,10 @@ class Tombstone(torch.Tensor):
             device=tensor.device,
             requires_grad=False,
         )
+        # What goes past every Python class (to_dlpack) asks the storage for its address.
+        guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
+        if guard is not None:
+            guard(stone)
         # Loader metadata of the host (weight_loader and the like) stays with the parameter.
         stone.__dict__.update(tensor.__dict__)
         stone.__dict__[_RECORD] = {
@@ -207,49 +213,60 @@ def bury(tensor: torch.Tensor, stone: Tombstone, *, keep_storage: bool = False) 
     """Make the very object ``tensor`` a tombstone and give up its bytes.
 
     All Python references to the object see the tombstone, for it is the same object; the storage
-    dies with its last tensor. Where a host's C++ keeps the storage, or where the object cannot be
-    swapped, the storage is resized to zero and the object's class changes, so that the Python side
-    raises all the same.
+    dies with its last tensor. Where a host's C++ keeps the storage it is resized to zero as well.
 
     Args:
-        tensor: The tensor or parameter to release.
+        tensor: The tensor or parameter to release; :func:`unswappable` must have nothing to say.
         stone: Its tombstone, made before, so that nothing can fail here. The caller must drop it.
-        keep_storage: Resize the storage instead of dropping it.
+        keep_storage: The host keeps the storage: resize it, for it does not die.
 
     Returns:
         ``swapped`` or ``resized``.
     """
-    if not keep_storage and can_swap(tensor):
-        swap(tensor, stone)
+    storage = tensor.untyped_storage() if keep_storage else None
+    _swap(tensor, stone)
+    if storage is None:
         return "swapped"
-    tensor.untyped_storage().resize_(0)
-    attributes = dict(stone.__dict__)
-    tensor.__class__ = Tombstone
-    tensor.__dict__.update(attributes)
+    storage.resize_(0)
     return "resized"
 
 
-def raise_up(buried: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Make the very object ``buried`` the given tensor; loader metadata stays with the object."""
+def raise_up(buried: torch.Tensor, tensor: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    """Make the very object ``buried`` the given tensor; loader metadata stays with the object.
+
+    Args:
+        buried: The tombstone.
+        tensor: What comes back. The caller must drop it.
+        kind: The class that the object had, a host's own subclass of Parameter say.
+    """
     kept = {k: v for k, v in buried.__dict__.items() if k not in (_RECORD, "_is_param")}
-    if can_swap(buried):
-        swap(buried, tensor)
-    else:
-        buried.__class__ = type(tensor)
-        buried.__dict__.clear()
-        buried.data = tensor.data
+    _swap(buried, tensor)
+    buried.__class__ = kind
     buried.__dict__.update(kept)
 
 
-def can_swap(tensor: torch.Tensor) -> bool:
-    """Whether nothing in C++ (a view, an autograd graph) holds the object beside Python."""
+def unswappable(tensor: torch.Tensor) -> str | None:
+    """Return in words why a tensor object cannot become a tombstone, or None.
+
+    Whatever in C++ holds the object beside Python (an autograd graph, a view's base) would go on
+    reading the bytes, past any class of Python, and end the process.
+    """
     if not hasattr(torch._C, "_swap_tensor_impl"):
-        return False
+        return f"torch {torch.__version__}, which cannot swap tensors (2.3 and later can)"
+    if _uses(tensor) > 1:
+        # A graph in a cycle that nobody holds any more does not count.
+        gc.collect()
+    if _uses(tensor) > 1:
+        return "torch's C++, which holds the very tensor (an autograd graph, or a view of it)"
+    return None
+
+
+def _uses(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return bool(tensor._use_count() == 1)  # type: ignore[attr-defined]
+        return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
-def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange what two tensor objects are; their identities stay.
 
     As ``torch.utils.swap_tensors``, but weak references do not matter: torch.compile's guards hold

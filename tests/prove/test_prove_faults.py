@@ -249,7 +249,7 @@ def patched_release(monkeypatch, change):
 
 def test_an_extra_byte_freed_turns_bytes_red(plan, monkeypatch):
     def more(layer, ledger):
-        layer._weights["kv_a_layernorm"].untyped_storage().resize_(0)
+        layer.weights["kv_a_layernorm"].untyped_storage().resize_(0)
 
     patched_release(monkeypatch, more)
     proof = prove_layer(plan, rows=(1,))
@@ -259,7 +259,7 @@ def test_an_extra_byte_freed_turns_bytes_red(plan, monkeypatch):
 
 def test_a_weight_that_dies_unplanned_turns_bytes_red(plan, monkeypatch):
     def more(layer, ledger):
-        layer._weights["w_vc"].data = torch.empty(0, dtype=torch.bfloat16)
+        layer.weights["w_vc"].data = torch.empty(0, dtype=torch.bfloat16)
 
     patched_release(monkeypatch, more)
     proof = prove_layer(plan, rows=(1,))
@@ -273,7 +273,7 @@ def test_a_storage_that_lives_on_turns_bytes_red(plan, monkeypatch):
 
     def prepare(self):
         real(self)
-        held.append(self._weights["kv_b_proj"].untyped_storage())
+        held.append(self.weights["kv_b_proj"].untyped_storage())
 
     monkeypatch.setattr(BoundLayer, "prepare", prepare)
     proof = prove_layer(plan, rows=(1,))
@@ -287,7 +287,7 @@ def test_a_release_that_became_a_keep_turns_bytes_red(plan, monkeypatch):
 
     def prepare(self):
         real(self)
-        held.append(self._weights["kv_b_proj"].view(-1))
+        held.append(self.weights["kv_b_proj"].view(-1))
 
     monkeypatch.setattr(BoundLayer, "prepare", prepare)
     proof = prove_layer(plan, rows=(1,))
@@ -308,7 +308,7 @@ def test_a_ledger_that_lies_turns_bytes_red(plan, monkeypatch):
 
 def test_a_release_that_spoils_a_kept_weight_turns_equality_red(plan, monkeypatch):
     def spoil(layer, ledger):
-        layer._weights["q_b_proj"].mul_(1.05)
+        layer.weights["q_b_proj"].mul_(1.05)
 
     patched_release(monkeypatch, spoil)
     assert red(prove_layer(plan, rows=(1,))) == {"equality"}

@@ -110,8 +110,18 @@ def test_a_holder_that_only_waits_for_the_cycle_collector_does_not_count(h):
 def test_what_the_host_keeps_in_its_own_code_is_expected_there(h):
     plan = h.plan()
     weights = h.weights(plan.layer)
-    other = weights["kv_b_proj"].detach()
+    other = weights["kv_b_proj"].untyped_storage()
     assert h.bind(plan, weights, host_keeps_storage=True).plan is plan
+    assert other.nbytes()
+
+
+def test_what_python_sees_on_the_bytes_is_no_code_of_the_hosts(h):
+    """Reading a view of a storage that was resized to zero would end the process."""
+    plan = h.plan()
+    weights = h.weights(plan.layer)
+    other = weights["kv_b_proj"].detach()
+    unnamed = h.bind(plan, weights, host_keeps_storage=True)
+    assert _action(unnamed)[0] == "keep"
     named = h.bind(plan, weights, host_keeps_storage=True, also_alive=[other])
     assert _action(named)[0] == "keep"
 
@@ -125,7 +135,7 @@ def test_a_keep_never_becomes_a_release(h):
 def test_an_alias_that_appears_after_bind_is_respected_too(h):
     layer = h.bind()
     layer.prepare()
-    late = layer._weights["kv_b_proj"].view(-1)
+    late = layer.weights["kv_b_proj"].view(-1)
     ledger = layer.release()
     assert ledger.rows == ()
     assert "1 living tensor that nobody named" in _action(layer)[1]

@@ -61,13 +61,25 @@ def test_what_stands_beside_the_plan_is_passed_on(h):
     assert set(seen) == {"w_vc", "vendor_table", "q_a_layernorm", "kv_a_layernorm"}
 
 
-def test_a_missing_norm_is_told_when_the_layer_is_prepared(h):
+@pytest.mark.parametrize(
+    ("norm", "given", "told"),
+    [
+        ("kv_a_layernorm", None, r"kv_a_layernorm is missing: the norm's weight, \(32,\)"),
+        ("q_a_layernorm", None, r"q_a_layernorm is missing: the norm's weight, \(48,\)"),
+        ("q_a_layernorm", torch.ones(47), r"float32 \(47,\), the layer's is float \(48,\)"),
+        ("q_a_layernorm", torch.ones(49), r"float32 \(49,\)"),
+        ("kv_a_layernorm", torch.ones(32, dtype=torch.int8), r"int8 \(32,\)"),
+        ("kv_a_layernorm", [1.0], "kv_a_layernorm is a list, not a tensor"),
+    ],
+)
+def test_a_norm_that_is_not_the_layers_is_told_before_anything_is_prepared(h, norm, given, told):
     plan = h.plan()
     weights = h.weights(plan.layer)
-    del weights["kv_a_layernorm"]
-    layer = h.bind(plan, weights)
-    with pytest.raises(PrepareError, match="kv_a_layernorm"):
-        layer.prepare()
+    del weights[norm]
+    if given is not None:
+        weights[norm] = given
+    with pytest.raises(PlanMismatchError, match=told):
+        h.bind(plan, weights)
 
 
 @pytest.mark.parametrize(

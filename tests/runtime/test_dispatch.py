@@ -50,7 +50,7 @@ def test_two_entries_meet_at_the_last_row_of_the_first(h, rows, factor):
     layer = h.bind(h.plan(answers=h.BuiltIns(v_up=[two, three])))
     layer.prepare()
     x = _latent(rows)
-    expected = torch.einsum("thk,hkn->thn", x, layer._weights["w_vc"]) * factor
+    expected = torch.einsum("thk,hkn->thn", x, layer.weights["w_vc"]) * factor
     assert torch.equal(layer.v_up(x), expected)
 
 

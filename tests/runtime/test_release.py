@@ -75,7 +75,7 @@ def test_nothing_is_released_before_prepare(h):
     layer = h.bind(h.plan(h.fused_layer()))
     with pytest.raises(PrepareError, match="nothing was freed"):
         layer.release()
-    assert not any(is_tombstone(t) for t in layer._weights.values())
+    assert not any(is_tombstone(t) for t in layer.weights.values())
 
 
 @pytest.mark.parametrize("said", ["at bind", "later"])
@@ -129,23 +129,48 @@ def test_where_the_host_keeps_storages_they_are_resized(h):
     assert all(torch.equal(a, b) for a, b in zip(before, h.step(layer), strict=True))
 
 
-def test_an_object_that_cpp_holds_is_resized_and_still_raises(h):
-    """A view made and dropped leaves no holder; an autograd edge does, so the object is not
-    swapped."""
-    layer, weights = _released(h)
+@pytest.mark.parametrize("host_keeps_storage", [False, True])
+def test_an_object_that_cpp_holds_is_kept(h, host_keeps_storage):
+    """An autograd edge reads past every Python class: freed bytes would end the process."""
+    plan = h.plan(h.fused_layer())
+    weights = h.weights(plan.layer, parameters=True)
+    layer = h.bind(plan, weights, host_keeps_storage=host_keeps_storage)
+    layer.prepare()
     parameter = weights["kv_b_proj"]
-    held = torch._C._storage_Use_Count  # present in every torch that can swap
-    assert held
+    before = parameter.detach().clone()
     parameter.requires_grad_(True)
     with torch.enable_grad():
         edge = (parameter.float() * 1).grad_fn
     parameter.requires_grad_(False)
-    row = next(r for r in layer.release().rows if r.name == "kv_b_proj")
-    assert row.how == "resized"
-    assert row.freed == row.planned
-    with pytest.raises(WeightReleasedError):
-        parameter.sum()
+    ledger = layer.release()
+    assert "kv_b_proj" not in {r.name for r in ledger.rows}
+    assert ledger.agrees
+    assert "torch's C++" in layer.plan.weight("kv_b_proj").reasons[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(torch.tensor(parameter.tolist()), before.float())
     del edge
+
+
+class _HostParameter(torch.nn.Parameter):
+    """As engines have them, with methods of their loaders."""
+
+    def load(self):
+        return "the host's"
+
+
+def test_a_restored_weight_is_of_the_hosts_own_class_again(h):
+    plan = h.plan(h.fused_layer(), promises="weight_update", restore=True)
+    weights = {n: _HostParameter(t, requires_grad=False) for n, t in h.weights(plan.layer).items()}
+    layer = h.bind(plan, weights)
+    layer.prepare()
+    layer.release()
+    gone = layer.released
+    assert gone
+    assert not any(isinstance(weights[n], _HostParameter) for n in gone)
+    layer.restore()
+    for name in gone:
+        assert type(weights[name]) is _HostParameter
+        assert weights[name].load() == "the host's"
 
 
 def test_a_failing_host_copy_frees_nothing(h, monkeypatch):
@@ -268,7 +293,7 @@ def test_peak_memory_while_preparing_is_resident_plus_the_copies(h):
     with _Peak() as memory:
         layer.prepare()
     assert memory.live == plan.totals.prepared
-    largest = max(t.numel() * t.element_size() for t in layer._weights.values())
+    largest = max(t.numel() * t.element_size() for t in layer.weights.values())
     assert memory.peak <= plan.totals.prepared + largest
 
 

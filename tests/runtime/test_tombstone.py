@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import traceback
 
@@ -174,7 +176,7 @@ def test_a_graph_compiled_before_the_release_does_not_read_freed_bytes(how):
 def test_raising_up_gives_the_same_object_its_values_back(how):
     dead = _Dead(how)
     values = torch.randn(4, 6, dtype=torch.bfloat16)
-    raise_up(dead.parameter, torch.nn.Parameter(values.clone(), requires_grad=False))
+    raise_up(dead.parameter, values.clone(), torch.nn.Parameter)
     assert dead.module.weight is dead.parameter
     assert type(dead.parameter) is torch.nn.Parameter
     assert torch.equal(dead.parameter, values)
@@ -188,3 +190,56 @@ def test_a_tombstone_that_torch_rebuilds_has_no_name_and_still_raises():
     stone = Tombstone.like(torch.ones(2), layer=1, weight="w", why=[], remedy="none")
     with pytest.raises(WeightReleasedError), torch._C.DisableTorchFunctionSubclass():
         torch.add(stone, 1)
+
+
+PAST_PYTHON = """
+import sys
+import npu_backend.runtime
+import torch
+from npu_backend.runtime import Tombstone
+from npu_backend.runtime.tombstone import bury
+
+p = torch.nn.Linear(64, 64, bias=False).weight.requires_grad_(False)
+stone = Tombstone.like(p, layer=7, weight="w_kc", why=["dead"], remedy="none")
+bury(p, stone, keep_storage=sys.argv[2] == "resized")
+del stone
+
+
+def bare(read):
+    with torch._C.DisableTorchFunctionSubclass():
+        return read()
+
+
+READS = {
+    "to_dlpack": lambda: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p)).sum(),
+    "tensor": lambda: torch.tensor(p),
+    "as_subclass": lambda: bare(lambda: p.as_subclass(torch.Tensor)).sum(),
+    "make_subclass": lambda: torch.Tensor._make_subclass(torch.Tensor, p).sum(),
+    "op": lambda: bare(lambda: p.sum()),
+    "copy": lambda: bare(lambda: torch.zeros(64, 64).copy_(p)),
+    "vmap": lambda: torch.vmap(lambda row: row.sum())(p),
+    "parameter": lambda: bare(lambda: torch.nn.Parameter(p)).sum(),
+}
+try:
+    READS[sys.argv[1]]()
+except Exception as err:
+    print("raised", type(err).__name__)
+"""
+
+
+@pytest.mark.parametrize("how", ["swapped", "resized"])
+@pytest.mark.parametrize(
+    "read",
+    ["to_dlpack", "tensor", "as_subclass", "make_subclass", "op", "copy", "vmap", "parameter"],
+)
+def test_a_read_past_every_python_class_does_not_end_the_process(read, how):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PAST_PYTHON, read, how],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # to_dlpack asks torch's C++ for an address; torch raises there.
+    expected = "RuntimeError" if read == "to_dlpack" else "WeightReleasedError"
+    assert done.stdout == f"raised {expected}\n"
