@@ -115,6 +115,8 @@ def _device_info(device: int, attribute: int) -> tuple[int, int]:
     return (_ARCH35 if running.settings.family == "A5" else 2201, 0)
 
 
+_TYPES = ("dtype", "float32", "int32", "int64", "uint32")  # named in annotations of kernels
+
 NAMES: dict[str, dict[str, Any]] = {
     "triton": {
         "__version__": "3.4.0",
@@ -128,6 +130,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "triton.language": {
         "constexpr": _Constexpr,
         "tensor": _marker("triton.language.tensor"),
+        **{name: _marker(f"triton.language.{name}") for name in _TYPES},
     },
     "triton.language.core": {"_aggregate": _decorator},
     "triton.language.extra": {},
@@ -148,6 +151,26 @@ NAMES: dict[str, dict[str, Any]] = {
     "sgl_kernel_npu.norm": {},
     "sgl_kernel_npu.norm.fused_split_qk_norm": {"fused_split_qk_norm": _fused_split_qk_norm},
     "sgl_kernel_npu.norm.gemma_rmsnorm": {"npu_gemma_rms_norm": _refusing("npu_gemma_rms_norm")},
+    "sgl_kernel_npu.kvcacheio": {
+        "TransferDirection": _marker("sgl_kernel_npu.kvcacheio.TransferDirection"),
+        "transfer_kv_dim_exchange": _refusing("transfer_kv_dim_exchange"),
+    },
+    "sgl_kernel_npu.attention": {},
+    "sgl_kernel_npu.attention.sinks_attention": {
+        name: _refusing(name)
+        for name in ("attention_sinks_prefill_triton", "attention_sinks_triton")
+    },
+    "torchair": {"get_npu_backend": lambda compiler_config=None: "eager"},
+    "torchair.ge_concrete_graph": {},
+    "torchair.ge_concrete_graph.ge_converter": {},
+    "torchair.ge_concrete_graph.ge_converter.experimental": {},
+    "torchair.ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce": {},
+    "torchair.configs": {},
+    "torchair.configs.compiler_config": {
+        "CompilerConfig": lambda: types.SimpleNamespace(
+            mode=None, debug=types.SimpleNamespace(), experimental_config=types.SimpleNamespace()
+        )
+    },
     "acl": {"rt": types.SimpleNamespace(get_device_info=_device_info)},
 }
 NAMES["torchvision.transforms"]["InterpolationMode"] = NAMES["torchvision.transforms.functional"][
@@ -178,6 +201,9 @@ def install() -> None:
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    for name in [n for n in sys.modules if n.partition(".")[0] == "torchair"]:
+        # torch_npu puts a lazy module there, whose compiled part needs CANN.
+        del sys.modules[name]
     roots = {name.partition(".")[0] for name in NAMES}
     real = sorted(root for root in roots if importlib.util.find_spec(root) is not None)
     if real:
