@@ -15,8 +15,9 @@ the smallest that the ops take. What is not SGLang's:
 from __future__ import annotations
 
 import json
-import types
+import os
 import tempfile
+import types
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,10 +27,11 @@ from typing import Any
 
 import torch
 from attrs import frozen
+
 from sglang_world import attention
 from sglang_world.start import start
 
-__all__ = ["Model", "Step", "Worker", "load", "published"]
+__all__ = ["Model", "Step", "Worker", "load", "prepare", "published"]
 
 PAGE, PAGES = 128, 8
 HIDDEN, HEADS = 1024, 2
@@ -130,6 +132,20 @@ class Model:
             (folder / "quant_model_description.json").write_text(json.dumps(description))
 
 
+def prepare(plugins: str) -> None:
+    """Bring SGLang up as a worker process does, with the named plugins and no other.
+
+    Args:
+        plugins: ``SGLANG_PLUGINS``.
+    """
+    start()
+    # SGLang's runner puts torch_npu's functions in the place of torch.cuda's; torch 2.13 compiles
+    # nothing for the first time after that, and modules of the model compile when imported.
+    import_module("sglang.srt.models.deepseek_v2")
+    os.environ["SGLANG_PLUGINS"] = plugins
+    import_module("sglang.srt.plugins").load_plugins()
+
+
 @contextmanager
 def published(model: Model, role: str, **arguments: Any) -> Iterator[Any]:
     """Publish SGLang's context for a model and a role, with groups of one rank.
@@ -139,7 +155,6 @@ def published(model: Model, role: str, **arguments: Any) -> Iterator[Any]:
         role: ``null``, ``prefill`` or ``decode``.
         arguments: More of SGLang's server arguments.
     """
-    start()
     import sglang.srt.runtime_context as context
     from sglang.srt.server_args import ServerArgs
 
