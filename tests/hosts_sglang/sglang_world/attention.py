@@ -3,6 +3,10 @@
 They are SGLang's own on both sides of every comparison, so what they must do is read what the op
 reads: each touches the pages, the rows and the weights that its arguments name, in plain float32.
 A kernel on a storage that was released raises, as every kernel of the simulated NPU does.
+
+SGLang hands ``npu_interleave_rope`` slices of wider rows, which the documents of the op exclude and
+the simulated op refuses. Here they are made contiguous first; that a device takes them is not
+shown.
 """
 
 from __future__ import annotations
@@ -200,10 +204,20 @@ def _rotary_mul(
     return to_device(result.to(x.dtype), x)
 
 
+def _interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return _SIMULATED["npu_interleave_rope"](x.contiguous(), cos, sin)
+
+
+_SIMULATED: dict[str, Any] = {}
+
+
 def install() -> None:
     """Register the kernels for the simulated device, once in a process."""
     if _KEPT:
         return
+    from npu_backend.testing.sim.kernels import rope
+
+    _SIMULATED.update(rope.KERNELS)
     for namespace, kernels in {
         "npu": {
             "npu_lightning_indexer": _lightning_indexer,
@@ -211,6 +225,7 @@ def install() -> None:
             "npu_scatter_nd_update_": _scatter_nd_update_,
             "npu_fused_infer_attention_score": _fused_infer_attention_score,
             "npu_rotary_mul": _rotary_mul,
+            "npu_interleave_rope": _interleave_rope,
         },
         "atb": {"_npu_paged_attention_mla": _paged_attention_mla},
     }.items():

@@ -34,7 +34,7 @@ from sglang_world.start import start
 __all__ = ["Model", "Step", "Worker", "load", "prepare", "published"]
 
 PAGE, PAGES = 128, 8
-HIDDEN, HEADS = 1024, 2
+HIDDEN, HEADS = 2048, 2
 _SHAPES = {
     "hidden_size": HIDDEN,
     "num_attention_heads": HEADS,
@@ -66,6 +66,15 @@ _SHAPES = {
     "moe_layer_freq": 1,
 }
 _DSA = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 2048}
+_YARN = {
+    "type": "yarn",
+    "factor": 4,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _PROJECTIONS = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "o_proj")
 
 
@@ -75,16 +84,19 @@ class Model:
 
     Args:
         dsa: Its layers have an indexer.
-        quant: ``none``, ``static``, ``dynamic``, or ``q_b`` for a dynamic q_b_proj alone.
+        quant: ``none``, ``static``, ``dynamic``, or ``q_b`` for a dynamic q_b_proj, and with it the
+            indexer's wq_b: SGLang hands that one the int8 q_lora of mlaprolog.
         ignores: Whether the quantization lists kv_b_proj as ignored, which SGLang takes as the
             sign for mlaprolog.
-        layers: Number of layers; the second of two DSA layers shares the first's indexer.
+        layers: Number of layers.
+        yarn: The rotary embedding is scaled by YaRN, which on NPU writes keys in halves.
     """
 
     dsa: bool = True
     quant: str = "none"
     ignores: bool = False
     layers: int = 1
+    yarn: bool = False
 
     def config(self) -> dict[str, Any]:
         """Return ``config.json``."""
@@ -97,13 +109,14 @@ class Model:
             "first_k_dense_replace": self.layers,
             **_SHAPES,
             **(_DSA if self.dsa else {}),
+            **({"rope_scaling": dict(_YARN)} if self.yarn else {}),
         }
 
     def description(self) -> dict[str, Any] | None:
         """Return ``quant_model_description.json``, or None for a float model."""
         if self.quant == "none" and not self.ignores:
             return None
-        kinds = {"none": {}, "q_b": {"q_b_proj": "W8A8_DYNAMIC"}}.get(
+        kinds = {"none": {}, "q_b": dict.fromkeys(("q_b_proj", "wq_b"), "W8A8_DYNAMIC")}.get(
             self.quant,
             dict.fromkeys(
                 ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj"),
@@ -116,7 +129,7 @@ class Model:
             for name in _PROJECTIONS:
                 found[f"{at}.{name}.weight"] = kinds.get(name, "FLOAT")
             for name in ("wq_b", "wk", "weights_proj"):
-                found[f"{at}.indexer.{name}.weight"] = "FLOAT"
+                found[f"{at}.indexer.{name}.weight"] = kinds.get(name, "FLOAT")
             for name in ("gate_proj", "up_proj", "down_proj"):
                 found[f"model.layers.{layer}.mlp.{name}.weight"] = "FLOAT"
         found["model.embed_tokens.weight"] = found["lm_head.weight"] = "FLOAT"
@@ -221,13 +234,18 @@ def _random(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def load(server: Any) -> tuple[Any, Any]:
-    """Return SGLang's model config and its model, loaded as its own loader does it."""
+    """Return SGLang's model config and its model, loaded as its own loader does it.
+
+    A rotary embedding is the model's own: SGLang shares them by their arguments, and DSA layers
+    leave a step's rows in theirs.
+    """
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import loader
 
     config = ModelConfig.from_server_args(server)
+    import_module("sglang.srt.layers.rotary_embedding.factory")._ROPE_DICT.clear()
 
     def fill(model: torch.nn.Module) -> None:
         with torch.no_grad():
