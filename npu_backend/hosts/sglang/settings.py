@@ -191,10 +191,16 @@ def _bounds(settings: Settings) -> dict[Phase, int]:
 
 
 def _requests(settings: Settings, environment: Environment, *, is_draft: bool) -> tuple[str, ...]:
-    """``SGLANG_NPU_USE_MLAPO=1`` is ``path=fused``, unset it is ``path=absorb``."""
+    """``SGLANG_NPU_USE_MLAPO=1`` is ``path=fused``, unset it is ``path=absorb``.
+
+    The variable decides what a decoding worker runs. A prefill worker extends only, by SGLang's own
+    MHA or by absorb whatever the variable says, so there it is no request, which could not be met.
+    """
     path = "fused" if settings.use_mlapo else "absorb"
     own = [f"path={path}", f"path={path}@nextn"]
-    if any(text.startswith("path=") for text in environment.requests):
+    decodes = settings.role != "prefill" or settings.role_switch
+    decodes = decodes or "role_switch" in environment.promises
+    if not decodes or any(text.startswith("path=") for text in environment.requests):
         own = []
     # A path binds main layers or, with @nextn, MTP layers; a runner has one kind of them.
     return (*(r for r in own if r.endswith("@nextn") == is_draft), *environment.requests)

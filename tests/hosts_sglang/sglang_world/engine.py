@@ -234,18 +234,13 @@ def _random(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def load(server: Any) -> tuple[Any, Any]:
-    """Return SGLang's model config and its model, loaded as its own loader does it.
-
-    A rotary embedding is the model's own: SGLang shares them by their arguments, and DSA layers
-    leave a step's rows in theirs.
-    """
+    """Return SGLang's model config and its model, loaded as its own loader does it."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader import loader
 
     config = ModelConfig.from_server_args(server)
-    import_module("sglang.srt.layers.rotary_embedding.factory")._ROPE_DICT.clear()
 
     def fill(model: torch.nn.Module) -> None:
         with torch.no_grad():

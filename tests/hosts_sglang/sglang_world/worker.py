@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from npu_backend.runtime import is_tombstone
 from sglang_world.cases import CASES, Case
 from sglang_world.engine import Worker, prepare, published
 
@@ -55,10 +56,25 @@ def _session(worker: Worker) -> Any:
     return None
 
 
+def _beside(session: Any) -> dict[str, int]:
+    """Return bytes that the adapter holds beside weights: none of them is a weight's copy."""
+    scales = {id(t): t.nbytes for p in session.parts for t in _converted(p.weights)}
+    tables = [t for pair in session._tables.values() for t in pair if t is not None]
+    return {"scales": sum(scales.values()), "tables": sum(t.nbytes for t in tables)}
+
+
+def _converted(weights: Any) -> list[torch.Tensor]:
+    found = (weights.tensors[name] for name in weights.converted)
+    return [t for t in found if not is_tombstone(t)]
+
+
 def run(case: Case) -> dict[str, Any]:
     """Run one case."""
     from sglang.srt.hardware_backend.npu.attention import mla_preprocess
+    from sglang.srt.layers.rotary_embedding import factory
 
+    # SGLang shares embeddings by their arguments, and DSA layers leave a step's rows in theirs.
+    factory._ROPE_DICT.clear()
     os.environ["SGLANG_NPU_USE_MLAPO"] = str(int(case.mlapo))
     mla_preprocess.is_mla_preprocess_enabled.cache_clear()
     with published(case.model, case.role) as server:
@@ -78,9 +94,7 @@ def run(case: Case) -> dict[str, Any]:
             "start": start - before,
             "held": _held() - before,
             "plan": None if session is None else session.current_plan().to_json(),
-            "tables": 0
-            if session is None
-            else sum(t.nbytes for pair in session._tables.values() for t in pair),
+            "beside": {} if session is None else _beside(session),
         }
 
 
