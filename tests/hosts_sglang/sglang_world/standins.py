@@ -128,6 +128,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "triton.language": {
         "constexpr": _Constexpr,
         "tensor": _marker("triton.language.tensor"),
+        **{name: name for name in ("int1", "int8", "int32", "int64", "uint8", "uint32", "uint64")},
+        **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
     },
     "triton.language.core": {"_aggregate": _decorator},
     "triton.language.extra": {},
@@ -148,6 +150,21 @@ NAMES: dict[str, dict[str, Any]] = {
     "sgl_kernel_npu.norm": {},
     "sgl_kernel_npu.norm.fused_split_qk_norm": {"fused_split_qk_norm": _fused_split_qk_norm},
     "sgl_kernel_npu.norm.gemma_rmsnorm": {"npu_gemma_rms_norm": _refusing("npu_gemma_rms_norm")},
+    "sgl_kernel_npu.kvcacheio": {
+        name: _refusing(f"sgl_kernel_npu.kvcacheio.{name}")
+        for name in ("TransferDirection", "transfer_kv_dim_exchange", "transfer_mamba_state")
+    },
+    "torchair": {"get_npu_backend": lambda compiler_config=None: "eager"},
+    "torchair.ge_concrete_graph": {},
+    "torchair.ge_concrete_graph.ge_converter": {},
+    "torchair.ge_concrete_graph.ge_converter.experimental": {},
+    "torchair.ge_concrete_graph.ge_converter.experimental.patch_for_hcom_allreduce": {},
+    "torchair.configs": {},
+    "torchair.configs.compiler_config": {
+        "CompilerConfig": lambda: types.SimpleNamespace(
+            mode=None, debug=types.SimpleNamespace(), experimental_config=types.SimpleNamespace()
+        )
+    },
     "acl": {"rt": types.SimpleNamespace(get_device_info=_device_info)},
 }
 NAMES["torchvision.transforms"]["InterpolationMode"] = NAMES["torchvision.transforms.functional"][
@@ -178,6 +195,9 @@ def install() -> None:
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    for name in [n for n in sys.modules if n.partition(".")[0] == "torchair"]:
+        # torch_npu puts a lazy module there, whose compiled part needs CANN.
+        del sys.modules[name]
     roots = {name.partition(".")[0] for name in NAMES}
     real = sorted(root for root in roots if importlib.util.find_spec(root) is not None)
     if real:
