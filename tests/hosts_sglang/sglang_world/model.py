@@ -142,7 +142,9 @@ class _Model(torch.nn.Module):
 class Runner:
     """The attributes of SGLang's ``ModelRunner`` that the adapter asks for."""
 
-    def __init__(self, model: Any, *, draft: bool = False, kv: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, model: Any, *, draft: bool = False, kv: torch.dtype = torch.bfloat16
+    ) -> None:
         self.model = model
         self.is_draft_worker = draft
         self.startup_weight_load = None
