@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DIMS", "Runner", "build", "config_of", "published"]
+__all__ = ["DIMS", "YARN", "Runner", "attentions", "build", "config_of", "published"]
 
 DIMS = {
     "hidden_size": 7168,
@@ -25,6 +25,16 @@ DIMS = {
     "v_head_dim": 128,
 }
 """DeepSeek-V3's sizes, which the fused ops were made for, with 8 heads."""
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+"""DeepSeek-V3's: SGLang rotates with ``npu_interleave_rope``, which leaves halves."""
 _DSA = {"index_topk": 2048, "index_n_heads": 8, "index_head_dim": 128}
 
 
@@ -40,6 +50,7 @@ def config_of(*, dsa: bool = False, layers: int = 2, **changes: Any) -> Any:
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
+        "rope_scaling": dict(YARN),
         **(_DSA if dsa else {}),
         **changes,
     }
@@ -52,7 +63,8 @@ def config_of(*, dsa: bool = False, layers: int = 2, **changes: Any) -> Any:
 def published(**arguments: Any) -> Iterator[Any]:
     """Publish SGLang's context with these server arguments, as one rank of one."""
     context = import_module("sglang.srt.runtime_context")
-    ranks = {name: 0 for name in ("tp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank")}
+    names = ("tp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
+    ranks = dict.fromkeys(names, 0)
     with ExitStack() as stack:
         stack.enter_context(context.get_context().override_server_args(**arguments))
         stack.enter_context(context.get_parallel().override(**ranks))
@@ -86,6 +98,7 @@ def build(
                     q_lora_rank=config.q_lora_rank,
                     kv_lora_rank=config.kv_lora_rank,
                     rope_theta=config.rope_theta,
+                    rope_scaling=dict(config.rope_scaling) if config.rope_scaling else None,
                     max_position_embeddings=config.max_position_embeddings,
                     quant_config=quant_config,
                     layer_id=layer_id,
@@ -147,10 +160,34 @@ class Runner:
     ) -> None:
         self.model = model
         self.is_draft_worker = draft
-        self.startup_weight_load = None
+        self.startup_weight_load: Any = None
+        self.draft_attention_backend = None
+        self.dtype = torch.bfloat16
         self.kv_cache_dtype = kv
         self.model_config = types.SimpleNamespace(hf_config=model.config, model_path="model")
         self.token_to_kv_pool: Any = None
+
+    def pool(self, *, rows: int = 256, page: int = 128, dtype: Any = None, **more: Any) -> Any:
+        """Make SGLang's NPU pool for this model, where its configurator would."""
+        config = self.model.config
+        dsa = import_module("sglang.srt.configs.model_config").is_deepseek_dsa(config)
+        layers = attentions(self.model)
+        pools = import_module("sglang.srt.hardware_backend.npu.memory_pool_npu")
+        self.token_to_kv_pool = pools.NPUMLATokenToKVPool(
+            size=rows,
+            page_size=page,
+            dtype=dtype or self.kv_cache_dtype,
+            kv_lora_rank=config.kv_lora_rank,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            layer_num=len(layers),
+            device="npu",
+            enable_memory_saver=False,
+            index_head_dim=config.index_head_dim if dsa else None,
+            start_layer=0,
+            end_layer=len(layers) - 1,
+            **more,
+        )
+        return self.token_to_kv_pool
 
 
 def attentions(model: Any) -> Mapping[int, Any]:
