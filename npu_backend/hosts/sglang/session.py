@@ -188,6 +188,7 @@ class Session:
         for part in self.parts:
             part.bound.before_update()
             part.weights.settle()
+            self._refresh(part)
 
     def after_update(self) -> None:
         """Prepare from the new weights, into the memory of the old copies, and release again."""
