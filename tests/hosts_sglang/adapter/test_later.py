@@ -80,11 +80,11 @@ def served_by(seed: int) -> list[torch.Tensor]:
 
 
 def by_distributed(loaded: Loaded, weights: dict[str, torch.Tensor], **_: Any) -> Any:
-    return loaded.updater.load_weights_from_distributed([(n, w) for n, w in weights.items()])
+    return loaded.updater.load_weights_from_distributed(list(weights.items()))
 
 
 def by_tensor(loaded: Loaded, weights: dict[str, torch.Tensor], **_: Any) -> Any:
-    return loaded.updater.update_weights_from_tensor([(n, w) for n, w in weights.items()])
+    return loaded.updater.update_weights_from_tensor(list(weights.items()))
 
 
 def by_disk(loaded: Loaded, weights: dict[str, torch.Tensor], tmp_path: Path, **_: Any) -> Any:
@@ -99,7 +99,7 @@ def by_disk(loaded: Loaded, weights: dict[str, torch.Tensor], tmp_path: Path, **
 def by_ipc(
     loaded: Loaded, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, **_: Any
 ) -> Any:
-    """The checkpoint engine is not installed: its worker is stood in for, SGLang's method is real."""
+    """The checkpoint engine is not here: its worker is stood in for, SGLang's method is real."""
 
     class Worker:
         def __init__(self, runner: Any) -> None:
@@ -190,6 +190,179 @@ def test_an_update_that_fails_leaves_the_old_weights_serving(load: Any) -> None:
     )
     before = served(loaded.attention)
     ok, why = by_distributed(loaded, {"model.no.such.weight": torch.zeros(1)})
-    assert not ok and "no.such" in why
+    assert not ok
+    assert "no.such" in why
     for mine, first in zip(served(loaded.attention), before, strict=True):
         torch.testing.assert_close(mine, first, rtol=0, atol=0)
+
+
+# --- another role ---------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """What ``handle_pd_role_switch`` asks of SGLang's scheduler."""
+
+    def __init__(self, role: str, *, idle: bool = True) -> None:
+        modes = import_module("sglang.srt.disaggregation.utils").DisaggregationMode
+        self.disaggregation_mode = modes(role)
+        self.server_args = types.SimpleNamespace(enable_pd_role_switch=True)
+        self._pd_role_switch_unhealthy = self._pd_role_switch_in_progress = False
+        self.idle, self.device = idle, "npu"
+        self.tp_worker = types.SimpleNamespace(
+            get_decode_cuda_graph_bs=lambda: [1], ensure_decode_cuda_graphs=lambda sizes: None
+        )
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
+
+    def init_disaggregation(self) -> None:
+        modes = import_module("sglang.srt.disaggregation.utils").DisaggregationMode
+        published_role = import_module("sglang.srt.runtime_context").get_disagg()
+        self.disaggregation_mode = modes(published_role.disaggregation_mode)
+
+    def _sync_disaggregation_mode_to_subcomponents(self) -> None:
+        pass
+
+
+def switch(scheduler: Scheduler, role: str, **more: Any) -> Any:
+    """Ask for a role by SGLang's own handler, with whatever hooks stand around it."""
+    request = import_module("sglang.srt.managers.io_struct").PdRoleSwitchReqInput
+    handler = import_module("sglang.srt.disaggregation.role_switch").handle_pd_role_switch
+    return handler(scheduler, request(new_role=role, **more))
+
+
+def test_a_role_that_is_not_planned_is_refused_before_anything_is_torn_down(load: Any) -> None:
+    loaded = load()
+    scheduler = Scheduler("decode")
+    answer = switch(scheduler, "prefill")
+    assert not answer.success and answer.safe_to_restore
+    assert "without extend" in answer.message
+    assert "--enable-pd-role-switch" in answer.message
+    assert scheduler.disaggregation_mode.value == "decode"
+    assert is_tombstone(loaded.attention.w_kc)
+
+
+def test_what_sglang_refuses_it_refuses_in_its_own_words(load: Any) -> None:
+    load()
+    assert "invalid new_role" in switch(Scheduler("decode"), "").message
+    answer = switch(Scheduler("decode"), "decode")
+    assert answer.success and answer.message == "already in target role"
+
+
+RESTORABLE = {"NPU_BACKEND_SGLANG_PROMISES": "role_switch", "NPU_BACKEND_SGLANG_RESTORE": "1"}
+
+
+def test_a_planned_role_gets_its_weights_back_first(load: Any) -> None:
+    loaded = load(RESTORABLE, dsa=True)
+    loaded.attention.skip_topk = True
+    assert is_tombstone(loaded.attention.w_kc)
+    decoded = served(loaded.attention)
+    answer = switch(Scheduler("decode"), "prefill")
+    assert answer.success, answer.message
+    assert not is_tombstone(loaded.attention.w_kc)
+    extended = served(loaded.attention, "EXTEND")
+    for one, other in zip(decoded, extended, strict=True):
+        # Another path on the same inputs: one bfloat16 rounding apart at this size.
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+
+
+def test_a_switch_that_does_not_come_about_releases_again(load: Any) -> None:
+    loaded = load(RESTORABLE, dsa=True)
+    answer = switch(Scheduler("decode", idle=False), "prefill")
+    assert not answer.success and "not idle" in answer.message
+    assert is_tombstone(loaded.attention.w_kc)
+
+
+def test_a_preflight_changes_nothing(load: Any) -> None:
+    loaded = load(RESTORABLE, dsa=True)
+    assert switch(Scheduler("decode"), "prefill", prepare_only=True).message == "ready"
+    assert is_tombstone(loaded.attention.w_kc)
+
+
+def test_without_restore_what_both_roles_read_is_kept(load: Any) -> None:
+    loaded = load({"NPU_BACKEND_SGLANG_PROMISES": "role_switch"}, dsa=True)
+    assert not is_tombstone(loaded.attention.w_kc)
+    assert switch(Scheduler("decode"), "prefill").success
+
+
+# --- sleep and wake -------------------------------------------------------------------------------
+
+
+class Saver:
+    """A memory saver that drops weights while they sleep, as SGLang's does without a backup."""
+
+    def __init__(self, model: Any, fresh: dict[str, torch.Tensor]) -> None:
+        self.model, self.fresh = model, fresh
+
+    def pause(self, tag: str) -> None:
+        if tag == "weights":
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    if not is_tombstone(parameter):
+                        parameter.zero_()
+
+    def resume(self, tag: str) -> None:
+        """Other content than before, where there was no backup."""
+
+
+def manager(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = import_module("sglang.srt.managers.scheduler_components.weight_updater")
+    monkeypatch.setattr(module.torch.distributed, "barrier", lambda group: None)
+    parallel = import_module("sglang.srt.runtime_context").get_parallel()
+    group = types.SimpleNamespace(cpu_group=None, world_size=1)
+    with parallel.override(tp_group=group):
+        return module.SchedulerWeightUpdaterManager(
+            tp_worker=types.SimpleNamespace(model_runner=loaded.runner),
+            draft_worker=None,
+            memory_saver_adapter=Saver(loaded.model, {}),
+            flush_cache=lambda **_: True,
+            is_fully_idle=lambda **_: True,
+        )
+
+
+@pytest.mark.parametrize("restore", [False, True], ids=["kept", "restorable"])
+def test_after_a_sleep_and_new_weights_the_plan_is_applied_anew(
+    load: Any, restore: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = import_module("sglang.srt.managers.io_struct")
+    loaded = load(
+        {"NPU_BACKEND_SGLANG_PROMISES": "weight_update"}
+        | ({"NPU_BACKEND_SGLANG_RESTORE": "1"} if restore else {})
+    )
+    sleeper = manager(loaded, monkeypatch)
+    sleeper.release_memory_occupation(requests.ReleaseMemoryOccupationReqInput(tags=["weights"]))
+    sleeper.resume_memory_occupation(requests.ResumeMemoryOccupationReqInput(tags=["weights"]))
+    assert loaded.session.parts[0].bound.generation == 1, "prepared from what came back"
+    assert by_distributed(loaded, new_weights())[0]
+    for mine, fresh in zip(served(loaded.attention), served_by(seed=9), strict=True):
+        torch.testing.assert_close(mine, fresh, rtol=0, atol=0)
+    assert is_tombstone(loaded.attention.w_kc) == restore
+
+
+def test_a_sleep_of_the_cache_alone_leaves_the_plan_alone(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = import_module("sglang.srt.managers.io_struct")
+    loaded = load({"NPU_BACKEND_SGLANG_PROMISES": "weight_update"})
+    sleeper = manager(loaded, monkeypatch)
+    sleeper.release_memory_occupation(requests.ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    sleeper.resume_memory_occupation(requests.ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    assert loaded.session.parts[0].bound.generation == 0
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def test_what_was_released_for_good_is_not_exported(load: Any) -> None:
+    loaded = load()
+    exporter = import_module(
+        "sglang.srt.model_executor.model_runner_components.weight_exporter"
+    ).WeightExporter(
+        tp_rank=0,
+        tp_size=1,
+        gpu_id=0,
+        get_model_path=lambda: "model",
+        get_model=lambda: loaded.model,
+    )
+    with pytest.raises(RuntimeError, match="NPU_BACKEND_SGLANG_PROMISES=export"):
+        exporter._check_weight_export_supported()

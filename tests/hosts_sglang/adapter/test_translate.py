@@ -201,19 +201,22 @@ def test_a_layer_is_described_as_its_module_is(world: Any) -> None:
     assert (one.qk_nope_head_dim, one.qk_rope_head_dim, one.v_head_dim) == (128, 64, 128)
     assert (one.w_kc_layout, one.w_vc_layout) == ("strided", "contiguous")
     assert one.quant_of("q_b_proj") == "none"
-    assert one.indexer.kind == "none" and one.kv_layout.rope == "half"
+    assert one.indexer.kind == "none"
+    assert one.kv_layout.rope == "half"
     assert one.kind is two.kind or one.kind == two.kind
 
 
 def test_dsa_layers_have_their_indexer_and_shared_ones_none_of_their_own(world: Any) -> None:
     own, shared = layers(layers=2, dsa=True, index_topk_pattern="FS")
-    assert own.indexer.kind == "own" and own.indexer.quant == "none"
+    assert own.indexer.kind == "own"
+    assert own.indexer.quant == "none"
     assert shared.indexer.kind == "shared"
 
 
 def test_a_draft_model_s_layers_follow_the_last_layer(world: Any) -> None:
     (layer,) = layers(layers=61, is_nextn=True)
-    assert layer.is_nextn and layer.layer_id == 61
+    assert layer.is_nextn
+    assert layer.layer_id == 61
 
 
 def test_without_yarn_keys_stand_in_pairs_unless_a_dsa_layer_is_preprocessed(world: Any) -> None:

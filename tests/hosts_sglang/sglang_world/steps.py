@@ -42,7 +42,7 @@ def prepare(attention: Any, mode: str = "DECODE", rows: int = 3, **more: Any) ->
 
 
 def served(attention: Any, mode: str = "DECODE", rows: int = 3, **more: Any) -> list[torch.Tensor]:
-    """Return a step's rotated and absorbed queries, and the cache rows that it wrote, on the CPU."""
+    """Return a step's rotated and absorbed queries, and the cache rows it wrote, on the CPU."""
     q_pe, k_pe, q_nope, k_nope, *_ = prepare(attention, mode, rows, **more)
     slots = inputs(rows)[2].cpu()
     flat = [cache.cpu().reshape(-1, cache.shape[-1])[slots] for cache in (k_pe, k_nope)]
