@@ -235,7 +235,8 @@ def test_a_role_that_is_not_planned_is_refused_before_anything_is_torn_down(load
     loaded = load()
     scheduler = Scheduler("decode")
     answer = switch(scheduler, "prefill")
-    assert not answer.success and answer.safe_to_restore
+    assert not answer.success
+    assert answer.safe_to_restore
     assert "without extend" in answer.message
     assert "--enable-pd-role-switch" in answer.message
     assert scheduler.disaggregation_mode.value == "decode"
@@ -246,7 +247,8 @@ def test_what_sglang_refuses_it_refuses_in_its_own_words(load: Any) -> None:
     load()
     assert "invalid new_role" in switch(Scheduler("decode"), "").message
     answer = switch(Scheduler("decode"), "decode")
-    assert answer.success and answer.message == "already in target role"
+    assert answer.success
+    assert answer.message == "already in target role"
 
 
 RESTORABLE = {"NPU_BACKEND_SGLANG_PROMISES": "role_switch", "NPU_BACKEND_SGLANG_RESTORE": "1"}
@@ -269,7 +271,8 @@ def test_a_planned_role_gets_its_weights_back_first(load: Any) -> None:
 def test_a_switch_that_does_not_come_about_releases_again(load: Any) -> None:
     loaded = load(RESTORABLE, dsa=True)
     answer = switch(Scheduler("decode", idle=False), "prefill")
-    assert not answer.success and "not idle" in answer.message
+    assert not answer.success
+    assert "not idle" in answer.message
     assert is_tombstone(loaded.attention.w_kc)
 
 

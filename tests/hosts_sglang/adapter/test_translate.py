@@ -45,7 +45,7 @@ def test_nothing_is_decided_before_the_context_is_published(world: Any) -> None:
 
 def test_sglangs_own_role_read_raises_before_it_is_published(world: Any) -> None:
     """Why the plan is made after loading: the fact that the adapter relies on."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not published"):
         import_module("sglang.srt.runtime_context").get_disagg()
 
 
