@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from attrs import define, evolve
 
-from npu_backend.errors import PlanMismatchError, PrepareError
+from npu_backend.errors import PlanMismatchError
 from npu_backend.hosts.sglang import updates
 from npu_backend.hosts.sglang.ranks import same_plans
 from npu_backend.hosts.sglang.route import ROUTE, Route
@@ -21,8 +20,6 @@ from npu_backend.runtime.indexer import compressed_query
 from npu_backend.runtime.streaming import ModelLedger
 
 __all__ = ["Part", "Session", "compare"]
-
-logger = logging.getLogger(__name__)
 
 
 @define(eq=False)
@@ -178,36 +175,24 @@ class Session:
         """Whether SGLang is told to refuse updates of this model."""
         return any(updates.REFUSAL in part.attention.__dict__ for part in self.parts)
 
-    def captured(self, there: bool) -> None:
-        """Note whether graphs were captured over the layers: nothing is released after that."""
-        for part in self.parts:
-            part.bound.captured = there
-
     def before_update(self) -> None:
         """Bring back what was released restorably; steps are refused until the update is done."""
         for part in self.parts:
             part.bound.before_update()
             part.weights.settle()
+            self._refresh(part)
 
     def after_update(self) -> None:
-        """Prepare from the new weights, into the memory of the old copies, and release again."""
+        """Prepare from the new weights, into the memory of the old copies, and release again.
+
+        Graphs may have been captured by now. What is released again was gone at that time, so that
+        no graph can hold its address; copies keep theirs.
+        """
         for part in self.parts:
             part.weights.converted_again()
             with part.weights.turned():
-                self._again(part)
+                part.bound.after_update()
             self._refresh(part)
-
-    def _again(self, part: Part) -> None:
-        try:
-            part.bound.after_update()
-        except PrepareError:
-            if not part.bound.captured:
-                raise
-            logger.warning(
-                "npu-backend: %s keeps what the update brought back: nothing is released after a "
-                "graph capture",
-                part.bound.plan.layer,
-            )
 
     def restore(self) -> int:
         """Bring back what was released restorably, for another role; return how many weights."""
@@ -221,8 +206,7 @@ class Session:
     def release_again(self) -> None:
         """Release what :meth:`restore` brought back, where a role did not change after all."""
         for part in self.parts:
-            if not part.bound.captured:
-                part.bound.release()
+            part.bound.release()
             self._refresh(part)
 
     def _refresh(self, part: Part) -> None:

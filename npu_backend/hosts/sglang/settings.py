@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,11 +48,13 @@ class Settings:
         context_parallel_size: Ranks that share one sequence's context.
         page_size: Tokens in one page of the KV pool.
         kv_cache_dtype: As the server arguments have it, ``auto`` or a dtype's name.
-        chunked_prefill_size: Tokens of a prefill chunk; None where prefill is not chunked.
+        chunk: Most tokens of a prefill chunk; None where prefill is not chunked.
         mixed_chunk: Decoding requests ride with a chunk.
         max_running_requests: Over all attention replicas; None where SGLang sizes it by memory.
-        graph_rows: Largest batch that is captured; None where nothing is.
-        draft_tokens: Tokens that one request brings to a verify step; 1 without speculation.
+        graph_rows: Largest batch of requests that is captured; None where nothing is.
+        prefill_graph_rows: Largest captured prefill, which smaller ones are padded to.
+        draft_tokens: Most tokens that one request brings to a verify step; 1 without speculation.
+        draft_topk: Rows that one request has in a draft model's decode step.
         lora: LoRA adapters may be served.
         role_switch: The role may flip at run time.
         weight_update: The arguments say that weights come or change after load.
@@ -68,11 +71,13 @@ class Settings:
     context_parallel_size: int = 1
     page_size: int = 128
     kv_cache_dtype: str = "auto"
-    chunked_prefill_size: int | None = None
+    chunk: int | None = None
     mixed_chunk: bool = False
     max_running_requests: int | None = None
     graph_rows: int | None = None
+    prefill_graph_rows: int | None = None
     draft_tokens: int = 1
+    draft_topk: int = 1
     lora: bool = False
     role_switch: bool = False
     weight_update: bool = False
@@ -86,30 +91,55 @@ def _on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").strip().lower() in TRUE
 
 
-def _foreign(parallel: Any, memory_model: Any, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return in words what of SGLang's options the routed functions would not do."""
+def _foreign(
+    parallel: Any, model: Any, execution: Any, environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return in words what of SGLang's options the routed functions would not do, and who else
+    holds the addresses of weights."""
+    offload = execution.offload
+    seed = model.remote_instance_weight_loader_start_seed_via_transfer_engine
     found = {
         "attention context parallelism (attn_cp_size > 1)": parallel.attn_cp_size > 1,
         "decode context parallelism (dcp_size > 1)": parallel.dcp_size > 1,
         "attention inputs scattered over TP (enable_attn_tp_input_scattered)": bool(
-            getattr(parallel, "enable_attn_tp_input_scattered", False)
+            parallel.enable_attn_tp_input_scattered
         ),
         "SGLANG_USE_AG_AFTER_QLORA": _on(environ, "SGLANG_USE_AG_AFTER_QLORA"),
         "SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD": _on(environ, "SGLANG_NPU_ENABLE_SPARSE_KV_OFFLOAD"),
-        "weights shared with other processes (weight_cache_mode)": (
-            getattr(memory_model, "weight_cache_mode", "off") != "off"
+        "weights shared with other processes (weight_cache_mode)": model.weight_cache_mode != "off",
+        "weights read by other instances at their addresses "
+        "(remote_instance_weight_loader_start_seed_via_transfer_engine)": bool(seed),
+        "weights that move between host and device (cpu_offload_gb, offload_group_size)": (
+            offload.cpu_offload_gb > 0 or offload.offload_group_size > 0
         ),
     }
     return tuple(what for what, there in found.items() if there)
 
 
-def _graph_rows(execution: Any) -> int | None:
-    config = getattr(execution, "cuda_graph_config", None)
-    decode = getattr(config, "decode", None)
-    if decode is None or getattr(decode, "backend", "disabled") == "disabled":
+def _captured_rows(execution: Any, part: str) -> int | None:
+    config = getattr(execution.graph.cuda_graph_config, part, None)
+    if config is None or getattr(config, "backend", "disabled") == "disabled":
         return None
-    sizes = [*(getattr(decode, "bs", None) or ()), getattr(decode, "max_bs", None) or 0]
+    sizes = [*(getattr(config, "bs", None) or ()), getattr(config, "max_bs", None) or 0]
     return max(sizes) or None
+
+
+def _chunk(schedule: Any, pp_size: int) -> int | None:
+    """Return the most tokens of a chunk; dynamic chunks grow, as SGLang's own bound has it."""
+    size: int | None = schedule.chunked_prefill_size
+    if not size or size < 0:
+        return None
+    if schedule.enable_dynamic_chunking and pp_size > 1:
+        return max(size, schedule.max_prefill_tokens or 0, math.ceil(size * 1.25))
+    return size
+
+
+def _new_weights(model: Any, features: Any) -> bool:
+    """Whether weights come or change after load: by a loader, or after a sleep that drops them."""
+    sleeps = features.enable_memory_saver and not features.enable_weights_cpu_backup
+    return bool(
+        model.custom_weight_loader or model.checkpoint_engine_wait_weights_before_ready or sleeps
+    )
 
 
 def read_settings(context: Any, environ: Mapping[str, str]) -> Settings:
@@ -136,7 +166,7 @@ def read_settings(context: Any, environ: Mapping[str, str]) -> Settings:
             remedy="plan once SGLang has published its context, after the model is loaded",
             code="role.unknown",
         ) from err
-    chunk = schedule.chunked_prefill_size
+    speculates = bool(spec.speculative_algorithm)
     return Settings(
         role=role,
         tp_size=tp_size,
@@ -145,49 +175,58 @@ def read_settings(context: Any, environ: Mapping[str, str]) -> Settings:
         context_parallel_size=max(parallel.attn_cp_size, parallel.dcp_size),
         page_size=schedule.page_size or 128,
         kv_cache_dtype=model.kv_cache_dtype,
-        chunked_prefill_size=chunk if chunk and chunk > 0 else None,
+        chunk=_chunk(schedule, parallel.pp_size),
         mixed_chunk=bool(schedule.enable_mixed_chunk),
         max_running_requests=schedule.max_running_requests,
-        graph_rows=_graph_rows(execution),
-        draft_tokens=spec.speculative_num_draft_tokens or 1 if spec.speculative_algorithm else 1,
+        graph_rows=_captured_rows(execution, "decode"),
+        prefill_graph_rows=_captured_rows(execution, "prefill"),
+        draft_tokens=_draft_tokens(spec) if speculates else 1,
+        draft_topk=(spec.speculative_eagle_topk or 1) if speculates else 1,
         lora=bool(lora.enable_lora),
         role_switch=bool(disagg.enable_pd_role_switch),
-        weight_update=bool(
-            model.custom_weight_loader or model.checkpoint_engine_wait_weights_before_ready
-        ),
+        weight_update=_new_weights(model, execution.features),
         deterministic=bool(execution.deterministic.enable_deterministic_inference),
         use_mlapo=_on(environ, "SGLANG_NPU_USE_MLAPO"),
         fia_nz=_on(environ, "SGLANG_USE_FIA_NZ"),
-        foreign=_foreign(parallel, model, environ),
+        foreign=_foreign(parallel, model, execution, environ),
     )
 
 
-def _bounds(settings: Settings) -> dict[Phase, int]:
-    """Return the row bounds that SGLang's scheduler holds.
+def _draft_tokens(spec: Any) -> int:
+    return max(spec.speculative_num_draft_tokens or 1, spec.max_speculative_num_draft_tokens or 1)
 
-    A chunk is at most ``chunked_prefill_size`` tokens; with mixed chunks each running request adds
-    one. A decode step has one row a request and a verify step ``draft_tokens``; captured batches
-    are padded up to the largest captured size. Attention replicas pad to the largest of them, which
-    holds the same bound.
+
+def _bounds(settings: Settings, *, is_draft: bool) -> dict[Phase, int]:
+    """Return the row bounds that SGLang's scheduler holds, padding included.
+
+    A chunk is at most ``chunk`` tokens; with mixed chunks each running request adds one. A decode
+    step has one row a request (a draft model's ``draft_topk``), a verify step ``draft_tokens``.
+    Captured batches are padded up to a captured size, attention replicas up to the largest of them,
+    and all of it to a multiple of ``attn_tp_size``.
     """
-    found: dict[Phase, int] = {}
     running = settings.max_running_requests
     requests = None if running is None else max(1, running // settings.attn_dp_size)
-    if settings.chunked_prefill_size is not None:
-        if not settings.mixed_chunk:
-            found[Phase.EXTEND] = settings.chunked_prefill_size
-        elif requests is not None:
-            found[Phase.EXTEND] = settings.chunked_prefill_size + requests
-    if requests is not None:
-        rows = max(requests, settings.graph_rows or 0)
-        found[Phase.DECODE] = rows
-        found[Phase.TARGET_VERIFY] = rows * settings.draft_tokens
-        found[Phase.DRAFT_EXTEND] = rows * settings.draft_tokens
-        found[Phase.IDLE] = rows * settings.draft_tokens
-        if settings.chunked_prefill_size is not None and settings.attn_dp_size > 1:
-            # An idle replica is padded to what the others extend.
-            found[Phase.IDLE] = max(found[Phase.IDLE], found.get(Phase.EXTEND, 0))
-    return found
+    decode = None if requests is None else max(requests, settings.graph_rows or 0)
+    extend = settings.chunk
+    if extend is not None and settings.mixed_chunk:
+        extend = None if requests is None else extend + requests
+    if extend is not None:
+        extend = max(extend, settings.prefill_graph_rows or 0)
+    wide = None if decode is None else decode * settings.draft_tokens
+    found = {
+        Phase.EXTEND: extend,
+        Phase.DECODE: decode and decode * (settings.draft_topk if is_draft else 1),
+        Phase.TARGET_VERIFY: wide,
+        Phase.DRAFT_EXTEND: wide,
+        Phase.IDLE: wide,
+    }
+    if settings.attn_dp_size > 1:
+        # A replica is padded to what another one runs at the same time, whatever its own phase.
+        known = [rows for rows in found.values() if rows is not None]
+        highest = max(known) if len(known) == len(found) else None
+        found = dict.fromkeys(found, highest)
+    part = settings.attn_tp_size
+    return {p: -(-rows // part) * part for p, rows in found.items() if rows is not None}
 
 
 def _requests(settings: Settings, environment: Environment, *, is_draft: bool) -> tuple[str, ...]:
@@ -250,7 +289,7 @@ def deployment_of(
         attn_tp_size=settings.attn_tp_size,
         context_parallel_size=settings.context_parallel_size,
         host="sglang",
-        max_tokens=_bounds(settings) or None,
+        max_tokens=_bounds(settings, is_draft=is_draft) or None,
         requests=_requests(settings, environment, is_draft=is_draft),
         graph_capture=settings.graph_rows is not None,
         batch_invariant=settings.deterministic,

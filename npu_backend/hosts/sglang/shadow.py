@@ -63,6 +63,15 @@ def _bytes(tensor: Any) -> int:
     return 0 if tensor is None else int(tensor.untyped_storage().nbytes())
 
 
+def _is_read_by_sglang(reader: str) -> bool:
+    """Whether a reader of the plan is one of SGLang's as well.
+
+    Its preprocess object absorbs by copies of its own in every phase but extend.
+    """
+    who, _, phase = reader.partition("@")
+    return who not in ("absorb", "q_absorb") or phase == Phase.EXTEND.value
+
+
 def _serves(plan: LayerPlan, phase: Phase, rows: int) -> str | None:
     for entry in plan.path:
         low, high = entry.tokens
@@ -90,18 +99,22 @@ class Shadow:
             for (attention, _), layer in zip(modules, plan.layers, strict=True)
         }
         self._alive = {
-            (key, name): _bytes(tensor) for key, name, tensor in self._tensors() if _bytes(tensor)
+            (key, name): size
+            for key, watched in self._watched.items()
+            for name, tensor in self._tensors(watched)
+            if (size := _bytes(tensor))
         }
+        self._seen: set[Phase] = set()
         self.differences: list[Difference] = []
         self._told: set[Difference] = set()
 
-    def _tensors(self) -> Iterable[tuple[int, str, Any]]:
-        for key, watched in self._watched.items():
-            for name in watched.plan.layer.weight_names:
-                if name in ("w_kc", "w_vc"):
-                    yield key, name, getattr(watched.attention, name)
-                elif name in MODULES:
-                    yield key, name, getattr(watched.attention, MODULES[name]).weight
+    @staticmethod
+    def _tensors(watched: _Watched) -> Iterable[tuple[str, Any]]:
+        for name in watched.plan.layer.weight_names:
+            if name in ("w_kc", "w_vc"):
+                yield name, getattr(watched.attention, name)
+            elif name in MODULES:
+                yield name, getattr(watched.attention, MODULES[name]).weight
 
     def watches(self, attention: Any) -> bool:
         """Whether a module is of this model."""
@@ -127,15 +140,22 @@ class Shadow:
             self._tell(
                 Difference(plan.layer_id, f"SGLang ran {ran} in {phase}, the plan says {mine}")
             )
-        self._gone()
+        self._gone(watched)
+        if phase is not None and phase not in self._seen and watched is self._last:
+            self._seen.add(phase)
+            logger.info("npu-backend (shadow): %s", self.summary(f"after the first {phase} step"))
 
-    def _gone(self) -> None:
-        for key, name, tensor in self._tensors():
-            if _bytes(tensor) or self._alive.pop((key, name), 0) == 0:
+    @property
+    def _last(self) -> _Watched:
+        return list(self._watched.values())[-1]
+
+    def _gone(self, watched: _Watched) -> None:
+        for name, tensor in self._tensors(watched):
+            if _bytes(tensor) or self._alive.pop((id(watched.attention), name), 0) == 0:
                 continue
-            watched = self._watched[key]
             row = watched.plan.weight(name)
-            readers = tuple(dict.fromkeys((*watched.readers.get(name, ()), *row.readers)))
+            mine = (reader for reader in row.readers if _is_read_by_sglang(reader))
+            readers = tuple(dict.fromkeys((*watched.readers.get(name, ()), *mine)))
             if readers:
                 told = ", ".join(readers)
                 what = f"SGLang freed {name}, and {told} can still read it"
@@ -149,8 +169,8 @@ class Shadow:
         """Return what the plan releases and SGLang still holds."""
         return tuple(
             Difference(w.plan.layer_id, f"the plan releases {name}, SGLang holds {size} bytes")
-            for key, name, tensor in self._tensors()
-            for w in (self._watched[key],)
+            for w in self._watched.values()
+            for name, tensor in self._tensors(w)
             if w.plan.weight(name).action != "keep" and (size := _bytes(tensor))
         )
 
@@ -159,6 +179,21 @@ class Shadow:
             self._told.add(difference)
             self.differences.append(difference)
             logger.warning("npu-backend (shadow): %s", difference)
+
+    def summary(self, when: str) -> str:
+        """Return in one line what SGLang freed so far and what the plan releases."""
+        held = sum(
+            size
+            for w in self._watched.values()
+            for name, tensor in self._tensors(w)
+            if w.plan.weight(name).action != "keep" and (size := _bytes(tensor))
+        )
+        unsafe = sum(difference.unsafe for difference in self.differences)
+        totals = self.plan.totals
+        return (
+            f"{when}: {len(self.differences)} differences, {unsafe} unsafe; the plan releases "
+            f"{totals.release + totals.restore} bytes, of which SGLang holds {held}"
+        )
 
     def report(self) -> str:
         """Return everything that differs, with what SGLang holds that the plan releases."""

@@ -115,8 +115,6 @@ def _device_info(device: int, attribute: int) -> tuple[int, int]:
     return (_ARCH35 if running.settings.family == "A5" else 2201, 0)
 
 
-_TYPES = ("dtype", "float32", "int32", "int64", "uint32")  # named in annotations of kernels
-
 NAMES: dict[str, dict[str, Any]] = {
     "triton": {
         "__version__": "3.4.0",
@@ -130,7 +128,9 @@ NAMES: dict[str, dict[str, Any]] = {
     "triton.language": {
         "constexpr": _Constexpr,
         "tensor": _marker("triton.language.tensor"),
-        **{name: _marker(f"triton.language.{name}") for name in _TYPES},
+        **{name: name for name in ("int1", "int8", "int32", "int64", "uint8", "uint32", "uint64")},
+        **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
+        "dtype": _marker("triton.language.dtype"),
     },
     "triton.language.core": {"_aggregate": _decorator},
     "triton.language.extra": {},
@@ -152,13 +152,9 @@ NAMES: dict[str, dict[str, Any]] = {
     "sgl_kernel_npu.norm.fused_split_qk_norm": {"fused_split_qk_norm": _fused_split_qk_norm},
     "sgl_kernel_npu.norm.gemma_rmsnorm": {"npu_gemma_rms_norm": _refusing("npu_gemma_rms_norm")},
     "sgl_kernel_npu.kvcacheio": {
-        "TransferDirection": _marker("sgl_kernel_npu.kvcacheio.TransferDirection"),
-        "transfer_kv_dim_exchange": _refusing("transfer_kv_dim_exchange"),
-    },
-    "sgl_kernel_npu.attention": {},
-    "sgl_kernel_npu.attention.sinks_attention": {
-        name: _refusing(name)
-        for name in ("attention_sinks_prefill_triton", "attention_sinks_triton")
+        name: _refusing(f"sgl_kernel_npu.kvcacheio.{name}")
+        for name in ("TransferDirection", "transfer_kv_dim_exchange", "transfer_mamba_state")
+        "dtype": _marker("triton.language.dtype"),
     },
     "torchair": {"get_npu_backend": lambda compiler_config=None: "eager"},
     "torchair.ge_concrete_graph": {},
