@@ -154,7 +154,11 @@ NAMES: dict[str, dict[str, Any]] = {
     "sgl_kernel_npu.kvcacheio": {
         name: _refusing(f"sgl_kernel_npu.kvcacheio.{name}")
         for name in ("TransferDirection", "transfer_kv_dim_exchange", "transfer_mamba_state")
-        "dtype": _marker("triton.language.dtype"),
+    },
+    "sgl_kernel_npu.attention": {},
+    "sgl_kernel_npu.attention.sinks_attention": {
+        name: _refusing(f"sgl_kernel_npu.attention.sinks_attention.{name}")
+        for name in ("attention_sinks_prefill_triton", "attention_sinks_triton")
     },
     "torchair": {"get_npu_backend": lambda compiler_config=None: "eager"},
     "torchair.ge_concrete_graph": {},
