@@ -76,11 +76,10 @@ class Session:
         tried: set[int] = set()
         for (attention, layer), plan in zip(self._modules, self.plan.layers, strict=True):
             weights = HostWeights(attention, layer)
-            with weights.turned() as tensors:
-                bound = bind(plan, tensors)
-                if id(layer.kind) not in tried:
-                    tried.add(id(layer.kind))
-                    bound.prepare()
+            bound = bind(plan, weights.tensors, within=weights.turned)
+            if id(layer.kind) not in tried:
+                tried.add(id(layer.kind))
+                bound.prepare()
             self.parts.append(Part(attention, weights, bound))
             self._table_of(attention, layer)
         return tuple(part.bound.plan for part in self.parts)
@@ -91,15 +90,9 @@ class Session:
         Raises:
             PrepareError: A layer cannot be prepared; those before it are released.
         """
-        by_id = {part.bound.plan.layer_id: part for part in self.parts}
-
-        def bound(plan: LayerPlan) -> BoundLayer:
-            part = by_id[plan.layer_id]
-            with part.weights.turned():
-                part.bound.prepare()
-            return part.bound
-
-        _, self.ledger = prepare_and_release([p.bound.plan for p in self.parts], bound)
+        by_id = {part.bound.plan.layer_id: part.bound for part in self.parts}
+        plans = [part.bound.plan for part in self.parts]
+        _, self.ledger = prepare_and_release(plans, lambda plan: by_id[plan.layer_id])
         updates.refuse_what_is_gone(self)
         return self.ledger
 
@@ -145,8 +138,7 @@ class Session:
             cache = LayerCache(
                 layout=layer.kv_layout, k_nope=k_nope, k_rope=k_rope, cos=cos, sin=sin
             )
-            with part.weights.turned():
-                part.bound.attach(cache)
+            part.bound.attach(cache)
             self._route(part, modes)
 
     def _route(self, part: Part, modes: Any) -> None:
@@ -190,8 +182,7 @@ class Session:
         """
         for part in self.parts:
             part.weights.converted_again()
-            with part.weights.turned():
-                part.bound.after_update()
+            part.bound.after_update()
             self._refresh(part)
 
     def restore(self) -> int:
