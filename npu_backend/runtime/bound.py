@@ -44,6 +44,7 @@ Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PreprocessResult]
 def _returning(
     layer: weakref.ref[BoundLayer],
     plan: LayerPlan,
+    weights: Mapping[str, torch.Tensor],
     live: Mapping[Phase, Callable[..., Any]],
     phase: Phase,
 ) -> Callable[..., Any]:
@@ -52,13 +53,19 @@ def _returning(
     Args:
         layer: The bound layer; not held, for its tensors would live with this callable.
         plan: Its plan.
+        weights: Its weights.
         live: What is bound now.
         phase: The phase.
     """
+    names = sorted(restorable_readings(plan, phase))
 
     def call(*args: Any) -> Any:
         bound = live.get(phase)
         if bound is None:
+            if torch.compiler.is_compiling():
+                for name in names:
+                    # Dynamo tells a tombstone's error by name; of a raise in Python not every one.
+                    weights[name].sum()
             mine = layer()
             if mine is None or torch.compiler.is_compiling():
                 raise refusals.let_go(plan, phase, compiling=mine is not None)
@@ -633,7 +640,7 @@ class BoundLayer:
                 phase if site is None else 0,
             )
             if key not in made:
-                made[key] = _returning(weakref.ref(self), self.plan, live, phase)
+                made[key] = _returning(weakref.ref(self), self.plan, self.weights, live, phase)
             found[phase] = made[key]
         return found
 

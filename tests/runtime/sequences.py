@@ -55,6 +55,7 @@ class Life:
         import npu_backend
         from npu_backend.runtime import LayerCache, bind
         from npu_backend.runtime.prove import seeded_weights
+        from npu_backend.testing import sim
 
         self.torch, self.device, self.errors = torch, device, npu_backend.NpuBackendError
         layer = npu_backend.MlaLayer(
@@ -62,7 +63,9 @@ class Life:
             qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, quant=quant,
             w_kc_layout="contiguous" if contiguous else "strided",
         )  # fmt: skip
-        given = {"role": "decode", "soc": "A3", "cann": "9.2.0", **deployment}
+        # On a device its own CANN counts; what is not legal there is served by absorb.
+        cann = "9.2.0" if device.type == "cpu" else sim.current().settings.cann
+        given = {"role": "decode", "soc": "A3", "cann": cann, **deployment}
         plan = backend.plan([layer], npu_backend.Deployment(**given)).layers[0]
         from attrs import evolve
 

@@ -476,6 +476,7 @@ def test_a_chip_without_8_bit_floats_does_not_cast_to_them(npu_device) -> None:
 
 
 @on_a5
+@pytest.mark.needs_line("26.0")
 def test_a5_casts_to_8_bit_floats_and_back(npu_device) -> None:
     import torch
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from npu_backend.testing.sim.alias import DEVICE_TYPE, alias, from_cpu, new_library
-from npu_backend.testing.sim.kernels.base import place
-from npu_backend.testing.sim.limits import Place
+from npu_backend.testing.sim.kernels.float8 import FLOAT8, check_cast
 
 __all__ = ["register"]
 
@@ -91,11 +90,6 @@ _MOVES = frozenset(
 _COMPARISONS = frozenset({"equal"})
 _CONVERSIONS = frozenset({"copy_", "copy", "_copy_from", "_copy_from_and_resize"})
 """Ops through which an element can change its dtype; the bytes of one dtype move on any chip."""
-_FLOAT8 = frozenset(
-    getattr(torch, name)
-    for name in dir(torch)
-    if name.startswith("float8_") and isinstance(getattr(torch, name), torch.dtype)
-)
 
 
 def _host_generator(generator: torch.Generator) -> torch.Generator:
@@ -131,7 +125,7 @@ def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in _FLOAT8:
+        if tensor.dtype not in FLOAT8:
             return tensor
         replaced.append((tensor, tensor.view(torch.uint8) if moves else tensor.float()))
         return replaced[-1][1]
@@ -146,25 +140,6 @@ def _without_float8(op: Any, args: Any, kwargs: Any, moves: bool) -> Any:
     host_kwargs = {key: _mapped(value, replace) for key, value in kwargs.items()}
     result = op(*host_args, **host_kwargs)
     return _mapped(result, restore) if moves else result
-
-
-def _check_float8(name: str, args: Any) -> None:
-    """Refuse a cast to or from an 8-bit float on a chip whose ops know none.
-
-    Raises:
-        OpRejectedError: The chip has no such numbers.
-    """
-    dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
-    here = place()
-    if len(dtypes) < 2 or not dtypes & _FLOAT8 or _has_float8(here):
-        return
-    told = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    raise here.reject(name, f"a cast between {told}: {here.family} has no 8-bit floats")
-
-
-def _has_float8(here: Place) -> bool:
-    found = here.figure("npu_dynamic_quant", "dst_types")
-    return found is not None and any(str(name).startswith("float8_") for name in found.value)
 
 
 class _Call:
@@ -272,7 +247,7 @@ def _generic(op: Any, name: str) -> Callable[..., Any]:
         host_kwargs = {key: call.to_host(value) for key, value in kwargs.items()}
         call.check_devices()
         if converts:
-            _check_float8(name, host_args)
+            check_cast(name, {a.dtype for a in host_args if isinstance(a, torch.Tensor)})
         if random and host_kwargs.get("generator") is None:
             host_kwargs["generator"] = _host_generator(_default_generator(call.device))
         try:

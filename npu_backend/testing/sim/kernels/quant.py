@@ -20,6 +20,7 @@ from npu_backend.testing.sim.kernels.base import (
     unsupported_unless,
     where,
 )
+from npu_backend.testing.sim.kernels.float8 import check_cast
 from npu_backend.testing.sim.kernels.quantize import (
     EIGHT_BIT_FLOATS,
     exact_matmul,
@@ -213,7 +214,9 @@ def npu_quantize(
 def npu_dtype_cast(x: torch.Tensor, dtype: Any) -> torch.Tensor:
     """The cast behind ``Tensor.to`` on lines up to 26.1."""
     op = "npu_dtype_cast"
-    return to_device(host(x, op).to(dtype_of(dtype, x.dtype, op)), x)
+    target = dtype_of(dtype, x.dtype, op)
+    check_cast(op, {x.dtype, target})
+    return to_device(host(x, op).to(target), x)
 
 
 def npu_format_cast(
