@@ -227,7 +227,7 @@ def test_8_bit_floats_are_moved_on_the_device(npu_device, name: str) -> None:
         assert torch.equal(found.view(torch.uint8).cpu(), wanted), what
     assert torch.equal(x, x.clone())
     assert not torch.equal(x[0], x[1])
-    torch.testing.assert_close(x.float().cpu(), raw.view(kind).float())
+    torch.testing.assert_close(x.cpu().float(), raw.view(kind).float())
 
     written = torch.zeros(4, 6, dtype=torch.uint8, device=npu_device).view(kind)
     before = written.data_ptr()
