@@ -22,6 +22,7 @@ __all__ = [
     "HOSTS",
     "KERNEL_LIBRARIES",
     "PROMISES",
+    "PROMISE_READERS",
     "ROLE_PHASES",
     "Deployment",
     "KernelLibrary",
@@ -100,8 +101,30 @@ ROLE_PHASES: Mapping[Role, tuple[Phase, ...]] = {
 }
 """What a role reaches unless a deployment says otherwise."""
 
-PROMISES = ("weight_update", "lora", "role_switch", "export", "local_prefill")
-"""What a host may promise to do later, and what a release must therefore respect."""
+PROMISES = (
+    "weight_update",
+    "lora",
+    "role_switch",
+    "export",
+    "local_prefill",
+    "draft_sharing",
+    "parallel_copies",
+)
+"""What a host may promise to do later, and what a release must therefore respect.
+
+``draft_sharing``: a draft model takes these weights as its own. ``parallel_copies``: other expert-
+or pipeline-parallel ranks copy them from this one.
+"""
+
+PROMISE_READERS: Mapping[str, str] = {
+    "update": "weight_update",
+    "export": "export",
+    "lora": "lora",
+    "draft": "draft_sharing",
+    "peers": "parallel_copies",
+}
+"""Readers that exist only through a promise, and the promise of each. What a promised role switch
+reads has the names of steps, such as ``absorb@extend``."""
 
 KERNEL_LIBRARIES = ("sgl-kernel-npu", "vllm-ascend", "none")
 """Who supplies the ops that torch_npu lacks."""
@@ -500,7 +523,7 @@ class Deployment:
 
     def is_promised(self, reader: str) -> bool:
         """Whether a reader such as ``absorb@extend`` or ``update`` exists only by a promise."""
-        if reader in ("update", "export"):
+        if reader in PROMISE_READERS:
             return True
         phase = reader.rpartition("@")[2]
         return phase in {p.value for p in self._promised_phases}

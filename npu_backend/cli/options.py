@@ -177,6 +177,8 @@ def model_and_deployment_options(function: F) -> F:
                     "weight_update": "Promise: weights are updated while serving.",
                     "role_switch": "Promise: the role may flip.",
                     "export": "Promise: the weights may be saved.",
+                    "draft_sharing": "Promise: a draft model takes these weights as its own.",
+                    "parallel_copies": "Promise: other EP or PP ranks copy these weights.",
                 }.items()
             ),
             click.option("--restore", is_flag=True, help="Release restorably instead of keeping."),

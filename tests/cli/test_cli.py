@@ -268,6 +268,23 @@ def test_a_phases_own_row_bound_stands_beside_that_of_all():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("option", "reader"),
+    [
+        ("--weight-update", "update"),
+        ("--export", "export"),
+        ("--lora", "lora"),
+        ("--draft-sharing", "draft"),
+        ("--parallel-copies", "peers"),
+    ],
+)
+def test_each_promise_can_be_given_and_names_its_reader(option, reader):
+    data = plan_json("glm-5.2", "--role", "decode", "--layers", "0", option)
+    (row,) = (w for w in data["layers"][0]["weights"] if w["name"] == "kv_b_proj")
+    assert (row["action"], row["readers"]) == ("keep", [reader])
+    assert data["deployment"]["promises"] == [option.removeprefix("--").replace("-", "_")]
+
+
 @pytest.mark.parametrize("phases", ["", ",", " "])
 def test_no_phase_is_no_fault_of_a_layer(phases):
     done = npu_backend("plan", "deepseek-v3", "--layers", "0", "--phases", phases, code=2)
