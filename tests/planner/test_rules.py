@@ -440,6 +440,56 @@ def test_mlapo_of_sgl_kernel_npu_never_hands_q_lora_over_and_vllm_ascends_does(p
         assert ("indexer@decode" in readers) is reads, kernels
 
 
+VLLM = {"kernels": "vllm-ascend", "role": "decode", "requests": "path=mlapo"}
+STATIC = {"quant": {"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"}}
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "code"),
+    [
+        ("hidden_size", 1024, "dims.hidden_size"),
+        ("hidden_size", 8224, "dims.hidden_size"),
+        ("q_lora_rank", 2048, "dims.q_lora_rank"),
+        ("qk_nope_head_dim", 192, "dims.qk_nope_head_dim"),
+        ("kv_layout", KvLayout(block_size=512), "kv.layout"),
+    ],
+)
+def test_mlapo_of_vllm_ascend_takes_its_sizes_from_the_tensors(
+    plan, make_layer, refusals, size, value, code
+):
+    # vllm-ascend csrc/mla_preprocess at commit 182b75ea; sgl-kernel-npu's op has them built in.
+    layer = make_layer(**STATIC, **{size: value})
+    assert plan.layers([layer], **VLLM).layers[0].path[0].strategy == "mlapo"
+    assert code in refusals(plan.layers([layer], role="decode").layers[0], "mlapo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"kv_lora_rank": 256}, "dims.kv_lora_rank"),
+        ({"qk_rope_head_dim": 32}, "dims.qk_rope_head_dim"),
+        ({"hidden_size": 7184}, "dims.hidden_size"),
+        ({"q_lora_rank": 1552}, "dims.q_lora_rank"),
+        ({"kv_layout": KvLayout("PA_NZ", dtype="int8")}, "kv.layout"),
+        ({"dtype": "float16", "kv_layout": KvLayout("PA_NZ", dtype="float16")}, "kv.layout"),
+    ],
+)
+def test_what_mlapo_of_vllm_ascend_has_no_kernel_for_is_declined(
+    plan, make_layer, refusals, changes, code
+):
+    layer = make_layer(**STATIC, **changes)
+    declined = plan.layers([layer], role="decode", kernels="vllm-ascend").layers[0]
+    assert code in refusals(declined, "mlapo")
+
+
+def test_float16_has_no_inner_out(plan, make_layer):
+    # The op's cases with enable_inner_out are of bfloat16 only.
+    for dtype, hands in (("bfloat16", False), ("float16", True)):
+        layer = make_layer(**STATIC, dtype=dtype, indexer=Indexer("own", "none"))
+        row = plan.layers([layer], **VLLM, max_tokens=64).layers[0].weight("fused_qkv_a_proj")
+        assert ("indexer@decode" in row.readers) is hands
+
+
 # --- rule 8: promises ----------------------------------------------------------------------------
 
 
