@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from npu_backend.catalog import Catalog, load_catalog
 from npu_backend.deployment import Deployment
+from npu_backend.errors import DeploymentError, ModelError
 from npu_backend.mlp.environment import warn_of_old_variables
 from npu_backend.mlp.options import AttnTpOptions
 from npu_backend.mlp.plan import MlpPlan
@@ -21,6 +22,7 @@ from npu_backend.offers import BmmSpec
 from npu_backend.plan import ModelPlan
 from npu_backend.planner import BmmPlan, plan_bmm, plan_model
 from npu_backend.registry import Registry
+from npu_backend.values import items
 
 __all__ = ["Backend", "installed_torch_npu", "load"]
 
@@ -89,16 +91,19 @@ class Backend:
 
         Raises:
             NpuBackendError: There is no legal plan; see :func:`npu_backend.planner.plan_model`.
+            ModelError: ``layers`` are no layers.
             DeploymentError: The sizes of ``mlp`` are others, or a variable of old contradicts its
                 options.
         """
+        _check_deployment(deployment)
+        given = _layers(layers)
         options = AttnTpOptions() if mlp is None else mlp.options
         warn_of_old_variables(options, os.environ)
         if mlp is not None:
             _check_sizes(mlp, deployment)
         info = model or getattr(layers, "info", None)
         plan = plan_model(
-            layers, self.complete(deployment), self.registry, model=info, plugins=self.plugins
+            given, self.complete(deployment), self.registry, model=info, plugins=self.plugins
         )
         if mlp is None:
             return plan
@@ -110,7 +115,38 @@ class Backend:
         Raises:
             SelectionError: Some row count has no legal strategy.
         """
+        _check_deployment(deployment)
+        if not isinstance(spec, BmmSpec):
+            raise ModelError(
+                f"{spec!r:.80} is not a batched matmul",
+                whom="Backend.plan_bmm",
+                why=f"it is a {type(spec).__name__}",
+                remedy="give a BmmSpec, such as npu_backend.planner.matmul makes",
+            )
         return plan_bmm(spec, self.complete(deployment), self.registry)
+
+
+def _check_deployment(deployment: Deployment) -> None:
+    if not isinstance(deployment, Deployment):
+        raise DeploymentError(
+            f"{deployment!r:.80} is not a deployment",
+            whom="Backend.plan",
+            why=f"it is a {type(deployment).__name__}",
+            remedy="give a Deployment record",
+        )
+
+
+def _layers(layers: Iterable[MlaLayer]) -> tuple[MlaLayer, ...]:
+    wanted = "what read_model() returned, or a list of MlaLayer records"
+    given = items(ModelError, "the layers to plan", layers, wanted)
+    if strange := [each for each in given if not isinstance(each, MlaLayer)]:
+        raise ModelError(
+            f"{strange[0]!r:.80} is not a layer",
+            whom="the layers to plan",
+            why=f"it is a {type(strange[0]).__name__}",
+            remedy=f"give {wanted}",
+        )
+    return given
 
 
 def _check_sizes(mlp: MlpPlan, deployment: Deployment) -> None:

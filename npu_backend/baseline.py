@@ -6,7 +6,7 @@ plan; nothing of it decides anything. Sources stand beside each rule set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -15,8 +15,9 @@ from npu_backend.catalog.versions import suggest
 from npu_backend.deployment import Deployment, Phase, Role
 from npu_backend.errors import DeploymentError
 from npu_backend.model.records import MlaLayer
-from npu_backend.model.weights import WeightSpec, loaded_weights
+from npu_backend.model.weights import loaded_weights
 from npu_backend.plan import LayerPlan, ModelPlan
+from npu_backend.planner.readers import Readers, add_promised
 
 __all__ = ["BASELINES", "Baseline", "BaselineLayer", "EngineRules", "baseline_of", "dead_bytes"]
 
@@ -279,25 +280,19 @@ BASELINES: Mapping[str, EngineRules] = {
 }
 
 
-def _bytes(specs: Iterable[WeightSpec]) -> dict[str, int]:
-    return {spec.name: spec.bytes for spec in specs}
-
-
-def _promised(deployment: Deployment) -> tuple[str, ...]:
-    names = {"weight_update": "update", "export": "export"}
-    return tuple(names[p] for p in deployment.promises if p in names)
-
-
 def _layer(plan: LayerPlan, rules: EngineRules) -> BaselineLayer:
     layer, deployment = plan.layer, plan.deployment
     held = rules.layer(layer, deployment, frozenset(plan.reach))
-    loaded = _bytes(loaded_weights(layer, deployment.attn_tp_size))
+    specs = {spec.name: spec for spec in loaded_weights(layer, deployment.attn_tp_size)}
+    loaded = {name: spec.bytes for name, spec in specs.items()}
     freed = {name: loaded[name] for name in held.frees if name in loaded}
     prepared = sum(loaded.get(name, 0) for name in held.copies)
+    promised: Readers = {}
+    add_promised(promised, specs, deployment)
     unsafe = {
         name: readers
         for name in freed
-        if (readers := (*held.reads.get(name, ()), *_promised(deployment)))
+        if (readers := (*held.reads.get(name, ()), *promised.get(name, ())))
     }
     resident = sum(loaded.values()) + prepared - sum(freed.values())
     return BaselineLayer(plan.layer_id, held.path, freed, prepared, resident, unsafe)

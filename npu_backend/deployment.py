@@ -12,16 +12,17 @@ from functools import cached_property
 from typing import Any
 
 from attrs import evolve, field, frozen
-from attrs.validators import ge, instance_of, optional
 
 from npu_backend.catalog import Catalog, KernelOrder, load_catalog
 from npu_backend.catalog.versions import cann_key, suggest
 from npu_backend.errors import DeploymentError
+from npu_backend.values import flag, instance, items, text, whole
 
 __all__ = [
     "HOSTS",
     "KERNEL_LIBRARIES",
     "PROMISES",
+    "PROMISE_READERS",
     "ROLE_PHASES",
     "Deployment",
     "KernelLibrary",
@@ -100,8 +101,30 @@ ROLE_PHASES: Mapping[Role, tuple[Phase, ...]] = {
 }
 """What a role reaches unless a deployment says otherwise."""
 
-PROMISES = ("weight_update", "lora", "role_switch", "export", "local_prefill")
-"""What a host may promise to do later, and what a release must therefore respect."""
+PROMISES = (
+    "weight_update",
+    "lora",
+    "role_switch",
+    "export",
+    "local_prefill",
+    "draft_sharing",
+    "parallel_copies",
+)
+"""What a host may promise to do later, and what a release must therefore respect.
+
+``draft_sharing``: a draft model takes these weights as its own. ``parallel_copies``: other expert-
+or pipeline-parallel ranks copy them from this one.
+"""
+
+PROMISE_READERS: Mapping[str, str] = {
+    "update": "weight_update",
+    "export": "export",
+    "lora": "lora",
+    "draft": "draft_sharing",
+    "peers": "parallel_copies",
+}
+"""Readers that exist only through a promise, and the promise of each. What a promised role switch
+reads has the names of steps, such as ``absorb@extend``."""
 
 KERNEL_LIBRARIES = ("sgl-kernel-npu", "vllm-ascend", "none")
 """Who supplies the ops that torch_npu lacks."""
@@ -132,6 +155,11 @@ class Soc:
         return self.family if self.name is None else f"{self.family} ({self.name})"
 
 
+_NAME_A_LIBRARY = (
+    f"give one of {', '.join(KERNEL_LIBRARIES)}, with ==VERSION where the version is known"
+)
+
+
 @frozen
 class KernelLibrary:
     """The library that supplies the ops torch_npu lacks, and its version where it is known."""
@@ -144,19 +172,43 @@ class KernelLibrary:
         """Return the library of ``NAME`` or ``NAME==VERSION``."""
         if isinstance(text, KernelLibrary):
             return text
-        name, _, version = ("none" if text is None else text).partition("==")
+        given = "none" if text is None else _text(text, "a kernel library", _NAME_A_LIBRARY)
+        name, equals, version = given.partition("==")
         if name not in KERNEL_LIBRARIES:
             raise DeploymentError(
                 f"{name!r} is not a kernel library{suggest(name, KERNEL_LIBRARIES)}",
                 whom="the kernel library of the deployment",
                 why="the libraries are " + ", ".join(KERNEL_LIBRARIES),
-                remedy="give one of them, with ==VERSION where the version is known",
+                remedy=_NAME_A_LIBRARY,
                 code="library.version",
             )
-        return cls(name, version or None)
+        if equals:
+            _check_version(name, version)
+        return cls(name, version if equals else None)
 
     def __str__(self) -> str:
         return self.name if self.version is None else f"{self.name}=={self.version}"
+
+
+def _check_version(name: str, version: str) -> None:
+    from packaging.version import InvalidVersion, Version
+
+    why = ""
+    if name == "none":
+        why = "without a library there is no version"
+    else:
+        try:
+            Version(version)
+        except InvalidVersion:
+            why = "it is no version as packages have them (PEP 440)"
+    if why:
+        raise DeploymentError(
+            f"{version!r:.80} is not a version of {name}",
+            whom="the kernel library of the deployment",
+            why=why,
+            remedy=f"give what pip shows, or {name} alone where the version is not known",
+            code="library.version",
+        )
 
 
 _KINDS = ("path", "q_absorb", "v_up")
@@ -183,6 +235,7 @@ class Request:
         """Return the request of ``KIND=[DIST/]NAME[@nextn]``."""
         if isinstance(text, Request):
             return text
+        text = _text(text, "a request", "write for example path=mlaprolog")
         kind, equals, rest = text.partition("=")
         if not equals or not rest or kind not in _KINDS:
             raise DeploymentError(
@@ -223,9 +276,22 @@ def _role(value: str | Role | None) -> Role:
     return Role.parse(value)
 
 
+def _text(value: Any, what: str, remedy: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise DeploymentError(
+        f"{value!r:.80} is not {what}",
+        whom="the deployment",
+        why="it is None" if value is None else f"it is a {type(value).__name__}",
+        remedy=remedy,
+    )
+
+
 def _soc(value: str | Soc) -> Soc:
     # A name is looked up in the deployment's own catalog, once that is known.
-    return value if isinstance(value, Soc) else Soc("", value)
+    if isinstance(value, Soc):
+        return value
+    return Soc("", _text(value, "a chip", "give a family such as A3, or a runtime name"))
 
 
 def _kernels(value: str | KernelLibrary | None) -> KernelLibrary:
@@ -235,21 +301,35 @@ def _kernels(value: str | KernelLibrary | None) -> KernelLibrary:
 def _phases(value: Iterable[str | Phase] | str | None) -> tuple[Phase, ...] | None:
     if value is None:
         return None
-    words = value.split(",") if isinstance(value, str) else value
+    given = value.split(",") if isinstance(value, str) else value
+    words = items(DeploymentError, "the phases of the deployment", given, "a list of phases")
     chosen = {Phase.parse(w.strip() if isinstance(w, str) else w) for w in words if w != ""}
+    if not chosen:
+        raise DeploymentError(
+            "no phase is named",
+            whom="the phases of the deployment",
+            why="the phases replace the role's, and a worker without a phase never runs",
+            remedy="name at least one of " + ", ".join(p.value for p in Phase) + ", or give none",
+            code="phase",
+        )
     return tuple(p for p in Phase if p in chosen)
 
 
 def _max_tokens(value: Mapping[Any, int] | int | None) -> tuple[tuple[Phase, int], ...]:
     if value is None:
         return ()
-    if isinstance(value, int):
-        value = dict.fromkeys(Phase, value)
-    bounds = {Phase.parse(p): n for p, n in dict(value).items()}
+    given: Any = value
+    if not isinstance(given, Mapping):
+        # evolve() hands the pairs back; whatever else is no number is refused below.
+        pairs = isinstance(given, tuple) and all(
+            isinstance(p, tuple) and len(p) == 2 for p in given
+        )
+        given = dict(given) if pairs else dict.fromkeys(Phase, given)
+    bounds = {Phase.parse(p): n for p, n in given.items()}
     for phase, bound in bounds.items():
         if not isinstance(bound, int) or isinstance(bound, bool) or bound < 1:
             raise DeploymentError(
-                f"the row bound {bound!r} of phase {phase} is not a positive number",
+                f"the row bound {bound!r:.80} of phase {phase} is not a positive number",
                 whom="the row bounds of the deployment",
                 why="rows start at 1; a phase that never runs is left out of the phases",
                 remedy="give a bound of at least 1, or leave the phase out with phases",
@@ -259,11 +339,12 @@ def _max_tokens(value: Mapping[Any, int] | int | None) -> tuple[tuple[Phase, int
 
 
 def _promises(value: Iterable[str] | str) -> frozenset[str]:
-    words = {value} if isinstance(value, str) else set(value)
-    for word in sorted(words):
+    given = [value] if isinstance(value, str) else value
+    words = items(DeploymentError, "the promises of the deployment", given, "a list of promises")
+    for word in words:
         if word not in PROMISES:
             raise DeploymentError(
-                f"{word!r} is not a promise{suggest(word, PROMISES)}",
+                f"{word!r:.80} is not a promise{suggest(str(word), PROMISES)}",
                 whom="the promises of the deployment",
                 why="the promises are " + ", ".join(PROMISES),
                 remedy="name one of them",
@@ -272,14 +353,15 @@ def _promises(value: Iterable[str] | str) -> frozenset[str]:
 
 
 def _requests(value: Iterable[str | Request] | str) -> tuple[Request, ...]:
-    items = [value] if isinstance(value, str | Request) else value
-    return tuple(dict.fromkeys(Request.parse(item) for item in items))
+    given = [value] if isinstance(value, str | Request) else value
+    wanted = items(DeploymentError, "the requests of the deployment", given, "a list of requests")
+    return tuple(dict.fromkeys(Request.parse(item) for item in wanted))
 
 
 def _host(value: str | None) -> str | None:
     if value is not None and value not in HOSTS:
         raise DeploymentError(
-            f"{value!r} is not a host{suggest(value, HOSTS)}",
+            f"{value!r:.80} is not a host{suggest(str(value), HOSTS)}",
             whom="the host of the deployment",
             why="the hosts are " + ", ".join(HOSTS),
             remedy="name one of them, or none",
@@ -287,11 +369,16 @@ def _host(value: str | None) -> str | None:
     return value
 
 
+_VERSION = text(DeploymentError, optional=True)
+_SIZE = whole(DeploymentError, 1, optional=True)
+_FLAG = flag(DeploymentError)
+_CATALOG = instance(DeploymentError, Catalog, "what npu_backend.load().catalog holds")
+
 EQUAL_PARTS = "attention-TP groups are equal parts of the TP group"
 
 
-def tp_sizes(tp_size: int, attn_tp_size: int) -> tuple[int, int]:
-    """Return TP and attention-TP size; one that is 0 is the other's, both 0 are 1.
+def tp_sizes(tp_size: int | None, attn_tp_size: int | None) -> tuple[int, int]:
+    """Return TP and attention-TP size; one that is None is the other's, both None are 1.
 
     Raises:
         DeploymentError: Attention TP does not divide TP.
@@ -335,22 +422,22 @@ class Deployment:
     """
 
     role: Role = field(converter=_role, default=Role.NULL)
-    catalog: Catalog = field(factory=load_catalog, repr=False)
+    catalog: Catalog = field(factory=load_catalog, repr=False, validator=_CATALOG)
     soc: Soc = field(converter=_soc, default=Soc("A3"))
-    cann: str | None = field(default=None, validator=optional(instance_of(str)))
-    torch_npu: str | None = field(default=None, validator=optional(instance_of(str)))
+    cann: str | None = field(default=None, validator=_VERSION)
+    torch_npu: str | None = field(default=None, validator=_VERSION)
     kernels: KernelLibrary = field(converter=_kernels, default=KernelLibrary())
-    tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
-    attn_tp_size: int = field(default=0, validator=[instance_of(int), ge(0)])
-    context_parallel_size: int = field(default=1, validator=[instance_of(int), ge(1)])
+    tp_size: int = field(default=None, validator=_SIZE)
+    attn_tp_size: int = field(default=None, validator=_SIZE)
+    context_parallel_size: int = field(default=1, validator=whole(DeploymentError, 1))
     host: str | None = field(converter=_host, default=None)
     phases: tuple[Phase, ...] | None = field(converter=_phases, default=None)
     max_tokens: tuple[tuple[Phase, int], ...] = field(converter=_max_tokens, default=None)
     requests: tuple[Request, ...] = field(converter=_requests, default=())
-    graph_capture: bool = False
-    batch_invariant: bool = False
+    graph_capture: bool = field(default=False, validator=_FLAG)
+    batch_invariant: bool = field(default=False, validator=_FLAG)
     promises: frozenset[str] = field(converter=_promises, default=())
-    restore: bool = False
+    restore: bool = field(default=False, validator=_FLAG)
 
     def __attrs_post_init__(self) -> None:
         set_ = object.__setattr__
@@ -436,7 +523,7 @@ class Deployment:
 
     def is_promised(self, reader: str) -> bool:
         """Whether a reader such as ``absorb@extend`` or ``update`` exists only by a promise."""
-        if reader in ("update", "export"):
+        if reader in PROMISE_READERS:
             return True
         phase = reader.rpartition("@")[2]
         return phase in {p.value for p in self._promised_phases}

@@ -13,6 +13,7 @@ __all__ = [
     "CatalogError",
     "DeploymentError",
     "ModelError",
+    "NotExecutedError",
     "NpuBackendError",
     "PlanMismatchError",
     "PluginError",
@@ -102,6 +103,10 @@ class PlanMismatchError(NpuBackendError):
 
 class PrepareError(NpuBackendError):
     """Preparing a layer failed; its weights are as they were."""
+
+
+class NotExecutedError(PrepareError):
+    """What is planned is not executed yet by this release; no fault of the plan or the weights."""
 
 
 class SchemaMismatchError(NpuBackendError):

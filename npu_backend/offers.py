@@ -61,7 +61,7 @@ REASON_CODES: Mapping[str, str] = {
     "rope.layout": "The strategy cannot produce the layer's RoPE layout.",
     "phase": "The strategy, or as an error's code every one, does not serve this phase.",
     "policy.duplicate": "Unasked, it would copy a weight that still has a reader.",
-    "promise.lora": "LoRA deltas would be bypassed.",
+    "promise.lora": "LoRA deltas would be bypassed, or are applied to the weight.",
     "promise.weight_update": "A promised weight update reads or rewrites the weight.",
     "promise.role_switch": "A promised role switch makes another phase read the weight.",
     "promise.export": "A promised export reads the weight.",

@@ -209,5 +209,12 @@ def load_catalog(override: str | Path | None = None) -> Catalog:
     Raises:
         CatalogError: The file cannot be read, or names an op or figure that does not exist.
     """
+    if override is not None and not isinstance(override, str | Path):
+        raise CatalogError(
+            f"{override!r:.80} names no file",
+            whom="the catalog's override",
+            why=f"it is a {type(override).__name__}",
+            remedy="give the path of a JSON file, or None",
+        )
     # The bundled catalog is a constant and cached; a user's file may change between two calls.
     return _cached(None) if override is None else _load(Path(override))

@@ -12,7 +12,7 @@ from npu_backend.catalog import Catalog
 from npu_backend.catalog.peers import load_peers
 from npu_backend.catalog.versions import suggest
 from npu_backend.cli.device import DEVICES, Device, open_device, warn_of_other_versions
-from npu_backend.cli.options import plugin_options
+from npu_backend.cli.options import SEED, plugin_options
 from npu_backend.cli.output import print_json, print_warning
 from npu_backend.deployment import Deployment
 from npu_backend.errors import NpuBackendError
@@ -101,7 +101,7 @@ COMPARED_ROWS = (1, 1024, 1025, 65536)
     type=click.FloatRange(0),
     help="Time for the blocks of one row count.",
 )
-@click.option("--seed", default=0, show_default=True, type=int, help="Seed of what is multiplied.")
+@click.option("--seed", default=0, show_default=True, type=SEED, help="Seed of what is multiplied.")
 @plugin_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(**options: Any) -> int:

@@ -21,6 +21,7 @@ from npu_backend.model.records import KV_DTYPES
 from npu_backend.plan import ModelPlan
 
 __all__ = [
+    "SEED",
     "F",
     "Planned",
     "apply_options",
@@ -31,6 +32,9 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+SEED = click.IntRange(0, 2**32 - 1)
+"""What ``--seed`` takes: torch's generators hold 64 bits, and each layer has a seed of its own."""
 
 _QUANTS = ("none", "w8a8-static", "w8a8-dynamic", "mxfp8", "fp8-block")
 
@@ -180,6 +184,8 @@ def model_and_deployment_options(function: F) -> F:
                     "weight_update": "Promise: weights are updated while serving.",
                     "role_switch": "Promise: the role may flip.",
                     "export": "Promise: the weights may be saved.",
+                    "draft_sharing": "Promise: a draft model takes these weights as its own.",
+                    "parallel_copies": "Promise: other EP or PP ranks copy these weights.",
                 }.items()
             ),
             click.option("--restore", is_flag=True, help="Release restorably instead of keeping."),
@@ -232,7 +238,7 @@ def mlp_options(function: F) -> F:
     )
 
 
-def _sizes(options: dict[str, Any], said: dict[str, Any]) -> dict[str, int]:
+def _sizes(options: dict[str, Any], said: dict[str, Any]) -> dict[str, int | None]:
     """Return TP and attention-TP size, which both --parallel and two options can say."""
     for name in ("tp_size", "attn_tp_size"):
         one, other = options[name], said.get(name)
@@ -244,7 +250,9 @@ def _sizes(options: dict[str, Any], said: dict[str, Any]) -> dict[str, int]:
                 whom="--parallel",
                 remedy=f"give {flag} or its part of --parallel, not both",
             )
-    return {n: options[n] or said.get(n) or 0 for n in ("tp_size", "attn_tp_size")}
+    return {
+        n: said.get(n) if options[n] is None else options[n] for n in ("tp_size", "attn_tp_size")
+    }
 
 
 def _mlp(options: dict[str, Any], said: dict[str, Any], deployment: Deployment) -> MlpPlan | None:
@@ -261,7 +269,8 @@ def _mlp(options: dict[str, Any], said: dict[str, Any], deployment: Deployment) 
 
 
 def _max_tokens(values: tuple[str, ...]) -> dict[Phase, int]:
-    bounds: dict[Phase, int] = {}
+    general: dict[Phase, int] = {}
+    single: dict[Phase, int] = {}
     for value in values:
         phase, equals, number = value.rpartition("=")
         try:
@@ -274,10 +283,18 @@ def _max_tokens(values: tuple[str, ...]) -> dict[Phase, int]:
                 remedy="write for example --max-tokens 1024 or --max-tokens decode=1024",
                 code="tokens.limit",
             ) from err
+        said = single if equals else general
         for each in [Phase.parse(phase)] if equals else list(Phase):
-            if equals or each not in bounds:
-                bounds[each] = bound
-    return bounds
+            if said.setdefault(each, bound) != bound:
+                whose = f"phase {each}" if equals else "all phases"
+                raise DeploymentError(
+                    f"two row bounds are given for {whose}: {said[each]} and {bound}",
+                    whom="--max-tokens",
+                    why="one of them would be ignored",
+                    remedy="give one; PHASE=N stands for its phase beside a bound of all",
+                    code="tokens.limit",
+                )
+    return {**general, **single}
 
 
 def _given(option: str | None, installed: str | None) -> str | None:
@@ -319,7 +336,7 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         cann=_given(options["cann"], installed.get("cann")),
         torch_npu=_given(options["torch_npu"], installed.get("torch_npu")),
         kernels=options["kernels"],
-        **_sizes(options, said),
+        **_sizes(options, said),  # type: ignore[arg-type] # None is the default of both
         context_parallel_size=options["context_parallel_size"],
         host=host,
         phases=",".join(options["phases"]) if options["phases"] else None,

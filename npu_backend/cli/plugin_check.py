@@ -9,10 +9,11 @@ from typing import Any
 
 from npu_backend.api import Backend
 from npu_backend.deployment import Deployment
-from npu_backend.errors import NpuBackendError
+from npu_backend.errors import NpuBackendError, SelectionError
 from npu_backend.explain import LayerGroup, format_phases, format_rows, group_layers
+from npu_backend.model.records import MlaLayer
 from npu_backend.offers import Answer, BmmSpec, Decline, Forbid, Offer, PluginInfo
-from npu_backend.plan import LayerPlan
+from npu_backend.planner.readers import Readers
 from npu_backend.registry.standing import why_first
 
 __all__ = ["CHECKED", "check_plugins"]
@@ -50,42 +51,59 @@ class _Check:
         from npu_backend.model.read import read_model
 
         row: dict[str, Any] = {"model": name, "quant": quant, "soc": "A3", **wanted}
-        row |= {"winners": [], "shadowed": [], "failures": []}
+        row |= {"winners": [], "shadowed": [], "failures": [], "unplanned": []}
         deployment = Deployment(catalog=self.backend.catalog, **wanted)
         try:
             model = read_model(name, quant=quant, catalog=self.backend.catalog)
             plan = self.backend.plan(model, deployment)
+        except SelectionError as err:
+            # These plugins do not serve everything; that is no fault of theirs.
+            row["unplanned"].append(str(err))
+            row["failures"] += self._ask_unplanned(model, deployment)
+            row["failures"] += [why for why in err.why if ": plugin.failed: " in why]
+            return row
         except NpuBackendError as err:
             row["failures"].append(str(err))
             return row
         for group in group_layers(plan.layers):
-            row["failures"] += self._ask(group)
+            readers = {w.name: w.readers for w in group.first.weights if w.copy_of is None}
+            row["failures"] += self._ask(group.title, group.first.layer, deployment, readers)
+            # What the planner refuses of an offer: a weight that the layer does not have, say.
+            row["failures"] += dict.fromkeys(
+                f"{group.title}: {d.provider}: {reason}"
+                for d in group.first.declined
+                for reason in d.reasons
+                if reason.code == "plugin.failed"
+                and f"{group.title}: {d.provider}: {reason}" not in row["failures"]
+            )
             for table in TABLES:
                 row["winners"] += self._winners(group, table)
                 row["shadowed"] += self._shadowed(group, table)
         return row
 
-    def _ask(self, group: LayerGroup) -> list[str]:
+    def _ask_unplanned(self, layers: Iterable[MlaLayer], deployment: Deployment) -> list[str]:
+        """Ask each hook about a layer of each kind, weights taken as read by nobody."""
+        kinds = {layer.kind: layer for layer in reversed([*layers])}
+        found = []
+        for layer in reversed([*kinds.values()]):
+            readers: Readers = dict.fromkeys(layer.weight_names, ())
+            found += self._ask(str(layer), layer, deployment, readers)
+        return found
+
+    def _ask(
+        self, title: str, layer: MlaLayer, deployment: Deployment, readers: Readers
+    ) -> list[str]:
         """Ask each hook, the two sites included where no path uses them; return failures."""
-        plan, registry = group.first, self.backend.registry
-        layer, deployment = plan.layer, plan.deployment
+        registry = self.backend.registry
         answers = [*registry.ask_paths(layer, deployment)]
         for site in ("q_absorb", "v_up"):
-            answers += registry.ask_bmm(_spec(plan, site), deployment)
-        readers = {w.name: w.readers for w in plan.weights if w.copy_of is None}
+            answers += registry.ask_bmm(_spec(layer, deployment, site), deployment)
         answers += registry.ask_release(layer, deployment, readers)
         found = []
         for answer in answers:
             self._count(answer)
             if answer.failure is not None:
-                found.append(f"{group.title}: {answer.plugin.provider}: {answer.failure.reason}")
-        # What the planner refuses of an offer: a weight that the layer does not have, say.
-        found += [
-            f"{group.title}: {d.provider}: {reason}"
-            for d in plan.declined
-            for reason in d.reasons
-            if reason.code == "plugin.failed"
-        ]
+                found.append(f"{title}: {answer.plugin.provider}: {answer.failure.reason}")
         return list(dict.fromkeys(found))
 
     def _count(self, answer: Answer) -> None:
@@ -152,12 +170,13 @@ class _Check:
         return found
 
 
-def _spec(plan: LayerPlan, site: str) -> BmmSpec:
+def _spec(layer: MlaLayer, deployment: Deployment, site: str) -> BmmSpec:
     """Return a site's matmul in every phase that the layer can reach."""
     from npu_backend.planner.kernels import bmm_spec
+    from npu_backend.planner.tables import cells_of_reach
 
-    cells = {phase: ((1, bound),) for phase, bound in plan.reach.items()}
-    return bmm_spec(plan.layer, plan.deployment, site, cells)
+    cells = cells_of_reach(deployment.reach(is_nextn=layer.is_nextn))
+    return bmm_spec(layer, deployment, site, cells)
 
 
 def _resolve(offer: Offer, plugin: PluginInfo) -> dict[str, str]:
@@ -176,8 +195,9 @@ def check_plugins(
     """Ask every hook on the standard set.
 
     Returns:
-        One row a model: winners, shadowed offers with by whom and why, failures; and the summary:
-        counts by provider, and what became of each implementation.
+        One row a model: winners, shadowed offers with by whom and why, failures, and under
+        ``unplanned`` why these plugins serve less than the model needs; and the summary: counts
+        by provider, and what became of each implementation.
     """
     check = _Check(backend)
     rows = [check.row(*model) for model in models]

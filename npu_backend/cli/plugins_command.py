@@ -26,7 +26,8 @@ def command(check: bool, as_json: bool, **options: Any) -> int:
 
     With --check, every hook is asked on a standard set of models; the answer is who would win
     where, who is shadowed and by whom, and, where torch is installed, whether each implementation
-    can be had. Exits 1 if a plugin failed to load, failed inside a hook, or has no implementation.
+    can be had. Exits 1 if a plugin failed to load, failed inside a hook, or has no implementation;
+    a model that the chosen plugins cannot serve is told and is no failure.
     """
     backend = load(
         enable=options["enable"] or None,

@@ -196,9 +196,10 @@ def render_plugins(data: Mapping[str, Any]) -> None:
         out.print(f"  tie in {tie['hook']}: {escape(' > '.join(tie['plugins']))}: {tie['by']}")
     for row in data.get("check", ()):
         tp = f", attention TP {row['attn_tp_size']}" if "attn_tp_size" in row else ""
+        rows = f", at most {row['max_tokens']} rows" if "max_tokens" in row else ""
         out.print(
             f"\n[bold]{row['model']}[/bold] {row['quant']}, role {row['role']}, {row['soc']}, "
-            f"CANN {row['cann']}{tp}"
+            f"CANN {row['cann']}{tp}{rows}"
         )
         wins = grid("layers", "table", "winner", "where", "provider")
         for w in row["winners"]:
@@ -215,6 +216,8 @@ def render_plugins(data: Mapping[str, Any]) -> None:
                     escape(s["why"]),
                 )
             out.print(shadowed)
+        for unplanned in row["unplanned"]:
+            out.print(f"not planned with these plugins: {escape(unplanned)}")
         for failure in row["failures"]:
             out.print(f"[red]failed[/red] {escape(failure)}")
     if "summary" in data:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from npu_backend.catalog import load_catalog
 from npu_backend.cli.device import DEVICES, Device, open_device, warn_of_other_versions
-from npu_backend.cli.options import Planned, model_and_deployment_options, plan_from
+from npu_backend.cli.options import SEED, Planned, model_and_deployment_options, plan_from
 from npu_backend.cli.output import print_json, print_warning
 from npu_backend.plan import SCHEMA
 
@@ -96,7 +96,7 @@ def _all_paths(planned: Planned, device: Device, seed: int, as_json: bool) -> in
     show_default=True,
     help="Where to run; auto takes an NPU, else the simulated one, else the CPU.",
 )
-@click.option("--seed", default=0, show_default=True, type=int, help="Seed of weights and inputs.")
+@click.option("--seed", default=0, show_default=True, type=SEED, help="Seed of weights and inputs.")
 @click.option(
     "--all-paths",
     is_flag=True,

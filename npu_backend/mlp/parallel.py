@@ -29,7 +29,9 @@ _WORDS = {
 
 
 def _size(_record: Any, attribute: Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise broken(
             "parallel.size",
             f"{attribute.name} is {value!r:.80}",
@@ -80,8 +82,8 @@ class MlpParallel:
         DeploymentError: A value is impossible; the first reason names the rule.
     """
 
-    tp_size: int = field(default=0, validator=_size)
-    attn_tp_size: int = field(default=0, validator=_size)
+    tp_size: int = field(default=None, validator=_size)
+    attn_tp_size: int = field(default=None, validator=_size)
     dp_attention: bool = field(default=False, validator=_flag)
     ep_backend: str | None = field(default=None, converter=_no_backend, validator=_backend)
     rank: int = 0

@@ -55,6 +55,13 @@ def locate(model: str | os.PathLike[str], catalog: Catalog) -> Source:
     A text without a separator is a bundled name first, so that a folder of that name in the
     current directory changes nothing: ``./glm-5.2`` or a :class:`~pathlib.Path` means the folder.
     """
+    if not isinstance(model, str | os.PathLike) or isinstance(os.fspath(model), bytes):
+        raise ModelError(
+            f"{model!r:.80} names no model",
+            whom="the model to plan",
+            why="it is None" if model is None else f"it is a {type(model).__name__}",
+            remedy=_CONFIG_REMEDY,
+        )
     if isinstance(model, str) and not _is_path(model):
         if model in catalog.models:
             raw = catalog.models[model]

@@ -8,10 +8,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from attrs import evolve, field, frozen
-from attrs.validators import ge, gt, in_, instance_of, optional
 
 from npu_backend.catalog.versions import suggest
 from npu_backend.errors import ModelError
+from npu_backend.values import flag, instance, pairs, text, whole, word
 
 __all__ = [
     "INDEXER_KINDS",
@@ -64,8 +64,13 @@ _CACHE_MODE_NAMES = {"PA": "PA_BSND", "krope_ctkv": "PA_BSND", "nzcache": "PA_NZ
 ROPE_LAYOUTS = ("half", "interleaved", "none")
 
 
+_SIZE = whole(ModelError, 1)
+_FLAG = flag(ModelError)
+_TEXT = text(ModelError)
+
+
 def _cache_mode(mode: str) -> str:
-    return _CACHE_MODE_NAMES.get(mode, mode)
+    return _CACHE_MODE_NAMES.get(mode, mode) if isinstance(mode, str) else mode
 
 
 @frozen(cache_hash=True)
@@ -85,10 +90,12 @@ class KvLayout:
             without RoPE.
     """
 
-    cache_mode: str = field(default="PA_BSND", converter=_cache_mode)
-    dtype: str = field(default="bfloat16", validator=in_(KV_DTYPES))
-    block_size: int = field(default=128, validator=[instance_of(int), gt(0)])
-    rope: str = field(default="half", validator=in_(ROPE_LAYOUTS))
+    cache_mode: str = field(
+        default="PA_BSND", converter=_cache_mode, validator=word(ModelError, CACHE_MODES)
+    )
+    dtype: str = field(default="bfloat16", validator=word(ModelError, KV_DTYPES))
+    block_size: int = field(default=128, validator=_SIZE)
+    rope: str = field(default="half", validator=word(ModelError, ROPE_LAYOUTS))
 
     def __str__(self) -> str:
         return f"{self.cache_mode} {self.dtype} block {self.block_size} rope {self.rope}"
@@ -128,8 +135,8 @@ class Indexer:
         quant: Quantization of its ``wq_b``.
     """
 
-    kind: str = field(default="none", validator=in_(INDEXER_KINDS))
-    quant: str = field(default="none", validator=in_(QUANT_KINDS))
+    kind: str = field(default="none", validator=word(ModelError, INDEXER_KINDS))
+    quant: str = field(default="none", validator=word(ModelError, QUANT_KINDS))
 
 
 @frozen(cache_hash=True)
@@ -143,33 +150,61 @@ class Measured:
     """
 
     dtype: str
-    bytes: int = field(validator=ge(0))
-    replicated: int = field(default=0, validator=ge(0))
+    bytes: int = field(validator=whole(ModelError, 0))
+    replicated: int = field(default=0, validator=whole(ModelError, 0))
 
 
 def _quant(
     value: Mapping[str, str] | Iterable[tuple[str, str]] | str,
 ) -> tuple[tuple[str, str], ...]:
-    pairs = dict.fromkeys(PROJECTIONS, value) if isinstance(value, str) else dict(value)
-    for name, kind in pairs.items():
+    given: Any = dict.fromkeys(PROJECTIONS, value) if isinstance(value, str) else value
+    wanted = "one quantization, or a mapping from projection"
+    said = pairs(ModelError, "the quantization of a layer", given, wanted)
+    for name, kind in said.items():
         if name not in PROJECTIONS:
             raise ModelError(
-                f"{name!r} is not a projection{suggest(name, PROJECTIONS)}",
+                f"{name!r:.80} is not a projection{suggest(str(name), PROJECTIONS)}",
+                whom="the quantization of a layer",
                 why="the projections are " + ", ".join(PROJECTIONS),
+                remedy="name one of them",
             )
         if kind not in QUANT_KINDS:
             raise ModelError(
-                f"{kind!r} is not a quantization{suggest(kind, QUANT_KINDS)}",
+                f"{kind!r:.80} is not a quantization{suggest(str(kind), QUANT_KINDS)}",
                 whom=f"projection {name}",
                 why="the quantizations are " + ", ".join(QUANT_KINDS),
+                remedy="name one of them",
             )
-    return tuple((p, pairs[p]) for p in PROJECTIONS if pairs.get(p, "none") != "none")
+    return tuple((p, said[p]) for p in PROJECTIONS if said.get(p, "none") != "none")
 
 
 def _measured(
     value: Mapping[str, Measured] | Iterable[tuple[str, Measured]],
 ) -> tuple[tuple[str, Measured], ...]:
-    return tuple(sorted(dict(value).items()))
+    said = pairs(ModelError, "what headers say of a layer", value, "a mapping from weight")
+    for name, row in said.items():
+        if not isinstance(name, str) or not isinstance(row, Measured):
+            raise ModelError(
+                f"{name!r:.80} has {row!r:.80}",
+                whom="what headers say of a layer",
+                why="it maps a weight's name to a Measured record",
+                remedy="give Measured(dtype, bytes)",
+            )
+    return tuple(sorted(said.items()))
+
+
+_KV_LAYOUT = instance(ModelError, (KvLayout, type(None)), "a KvLayout record, or None")
+
+
+def _eps(_layer: Any, _attribute: Any, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < 1:
+        raise ModelError(
+            f"rms_norm_eps = {value!r:.80} cannot be used",
+            whom="a MlaLayer record",
+            why="it is no number between 0 and 1",
+            remedy="give the config's rms_norm_eps",
+        )
 
 
 ROPE_IS_EVEN = "RoPE rotates pairs of components"
@@ -203,26 +238,28 @@ class MlaLayer:
         measured: What safetensors headers say, by weight name.
     """
 
-    layer_id: int = field(validator=[instance_of(int), ge(0)])
-    is_nextn: bool = False
-    model_type: str = ""
-    hidden_size: int = field(validator=[instance_of(int), gt(0)])
-    num_heads: int = field(validator=[instance_of(int), gt(0)])
-    q_lora_rank: int | None = field(default=None, validator=optional([instance_of(int), gt(0)]))
-    kv_lora_rank: int = field(validator=[instance_of(int), gt(0)])
-    qk_nope_head_dim: int = field(validator=[instance_of(int), gt(0)])
-    qk_rope_head_dim: int = field(validator=[instance_of(int), ge(0)])
-    v_head_dim: int = field(validator=[instance_of(int), gt(0)])
-    use_rope: bool = True
-    dtype: str = field(default="bfloat16", validator=in_(DTYPES))
+    layer_id: int = field(validator=whole(ModelError, 0))
+    is_nextn: bool = field(default=False, validator=_FLAG)
+    model_type: str = field(default="", validator=_TEXT)
+    hidden_size: int = field(validator=_SIZE)
+    num_heads: int = field(validator=_SIZE)
+    q_lora_rank: int | None = field(default=None, validator=whole(ModelError, 1, optional=True))
+    kv_lora_rank: int = field(validator=_SIZE)
+    qk_nope_head_dim: int = field(validator=_SIZE)
+    qk_rope_head_dim: int = field(validator=whole(ModelError, 0))
+    v_head_dim: int = field(validator=_SIZE)
+    use_rope: bool = field(default=True, validator=_FLAG)
+    dtype: str = field(default="bfloat16", validator=word(ModelError, DTYPES))
     quant: tuple[tuple[str, str], ...] = field(converter=_quant, default=())
-    w_dtype: str | None = None
-    w_kc_layout: str = field(default="strided", validator=in_(LAYOUTS))
-    w_vc_layout: str = field(default="contiguous", validator=in_(LAYOUTS))
-    kv_layout: KvLayout = field(default=None)
-    indexer: Indexer = field(factory=Indexer)
-    rms_norm_eps: float = 1e-6
-    prefix: str = ""
+    w_dtype: str | None = field(default=None, validator=text(ModelError, optional=True))
+    w_kc_layout: str = field(default="strided", validator=word(ModelError, LAYOUTS))
+    w_vc_layout: str = field(default="contiguous", validator=word(ModelError, LAYOUTS))
+    kv_layout: KvLayout = field(default=None, validator=_KV_LAYOUT)
+    indexer: Indexer = field(
+        factory=Indexer, validator=instance(ModelError, Indexer, "an Indexer record")
+    )
+    rms_norm_eps: float = field(default=1e-6, validator=_eps)
+    prefix: str = field(default="", validator=_TEXT)
     measured: tuple[tuple[str, Measured], ...] = field(default=(), converter=_measured)
 
     def __attrs_post_init__(self) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from npu_backend.errors import ModelError
+from npu_backend.values import items
 
 __all__ = ["id_ranges", "select_ids"]
 
@@ -39,7 +40,8 @@ def select_ids(layers: str | Iterable[int], known: Sequence[int], where: str) ->
     """
     chosen: set[int] = set()
     problems: list[str] = []
-    parts: Iterable[object] = layers.split(",") if isinstance(layers, str) else layers
+    given = layers.split(",") if isinstance(layers, str) else layers
+    parts = items(ModelError, "a selection of layers", given, 'ids such as [0, 1], or "0-2,78"')
     for part in parts:
         if isinstance(part, int) and not isinstance(part, bool):
             first = last = part

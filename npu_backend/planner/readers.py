@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from npu_backend.deployment import Deployment, Phase, Reach
+from npu_backend.deployment import PROMISE_READERS, Deployment, Phase, Reach
 from npu_backend.model.records import MlaLayer
 from npu_backend.model.weights import WeightSpec
 from npu_backend.offers import SITE_WEIGHTS, Offer
 from npu_backend.planner.tables import Served
 
-__all__ = ["HOST_MHA", "Readers", "add", "base_readers", "counting", "host_phases", "path_readers"]
+__all__ = [
+    "HOST_MHA",
+    "LORA_TARGETS",
+    "Readers",
+    "add",
+    "add_promised",
+    "base_readers",
+    "counting",
+    "host_phases",
+    "path_readers",
+]
 
 HOST_MHA = "host:mha"
 """A host's own multi-head attention on decompressed keys and values; reads kv_b_proj."""
+
+LORA_TARGETS = ("fused_qkv_a_proj", "q_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
+"""What promised LoRA deltas on q_a, q_b and kv_b are applied to."""
 
 Readers = dict[str, tuple[str, ...]]
 """Reader names by weight, each in the order in which it was found."""
@@ -54,11 +67,17 @@ def base_readers(
     if Phase.EXTEND in reach and not layer.has_indexer:
         # Whoever the host is, it extends a layer without indexer by MHA.
         add(readers, weights, ("kv_b_proj",), f"{HOST_MHA}@{Phase.EXTEND}")
-    if "weight_update" in deployment.promises:
-        add(readers, weights, weights, "update")
-    if "export" in deployment.promises:
-        add(readers, weights, weights, "export")
+    add_promised(readers, weights, deployment)
     return readers
+
+
+def add_promised(
+    readers: Readers, weights: Mapping[str, WeightSpec], deployment: Deployment
+) -> None:
+    """Add the readers that exist only through a promise."""
+    for reader, promise in PROMISE_READERS.items():
+        if promise in deployment.promises:
+            add(readers, weights, LORA_TARGETS if reader == "lora" else weights, reader)
 
 
 def hands_over_q_lora(offer: Offer, layer: MlaLayer) -> bool:

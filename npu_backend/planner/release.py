@@ -16,7 +16,14 @@ from npu_backend.planner.tables import Served
 
 __all__ = ["fates", "prepared_copies"]
 
-_PROMISE_CODES = {"update": "promise.weight_update", "export": "promise.export"}
+_PROMISE_CODES = {
+    "update": "promise.weight_update",
+    "export": "promise.export",
+    "lora": "promise.lora",
+    # A draft model lives on the weight's own storage; peers read it.
+    "draft": "weight.aliased",
+    "peers": "weight.read",
+}
 
 
 def _read_reason(readers: Iterable[str], deployment: Deployment) -> str:

@@ -106,9 +106,11 @@ def check(
     ] + list(extra_reasons)
     if not legal:
         if fitting:
-            phases = ", ".join(str(p) for p in beside_idle) or "nothing beside idle"
-            serves = sorted({str(p) for c in fitting for p in c.offer.envelope.phases})
-            said.append(f"phase: it serves {', '.join(serves)}; reachable here: {phases}")
+            phases = ", ".join(str(p) for p in beside_idle) or "nothing"
+            covered = {p for c in fitting for p in c.offer.envelope.phases}
+            serves = ", ".join(str(p) for p in Phase if p in covered)
+            idle = " beside idle, which meets no request" if Phase.IDLE in cells else ""
+            said.append(f"phase: it serves {serves}; reachable here is {phases}{idle}")
         elif request.dist and (named := [c for c in candidates if _named(request, c.strategy)]):
             owners = sorted({canonicalize_name(c.plugin.dist) for c in named})
             said.append(f"distribution {request.dist} offers none; {', '.join(owners)} does")

@@ -18,6 +18,7 @@ from npu_backend.catalog.versions import suggest
 from npu_backend.errors import PluginError
 from npu_backend.offers import PluginInfo
 from npu_backend.registry.discovery import CORE_DISTRIBUTION
+from npu_backend.values import items
 
 __all__ = ["ALLOW_VARIABLE", "BLOCK_VARIABLE", "STRICT_VARIABLE", "Controls"]
 
@@ -38,8 +39,19 @@ class _Names:
 
     @classmethod
     def of_argument(cls, value: Iterable[str] | str, argument: str) -> _Names:
-        words = _split(value) if isinstance(value, str) else tuple(value)
-        return cls(words, f"the argument {argument}")
+        source = f"the argument {argument}"
+        if isinstance(value, str):
+            return cls(_split(value), source)
+        words = items(PluginError, source, value, "names of plugins")
+        for word in words:
+            if not isinstance(word, str):
+                raise PluginError(
+                    f"{word!r:.80} is no plugin",
+                    whom=source,
+                    why=f"it is a {type(word).__name__}",
+                    remedy="give names of plugins",
+                )
+        return cls(words, source)
 
     def match(self, info: PluginInfo) -> str | None:
         return next((word for word in self.words if _matches(word, info)), None)
@@ -74,8 +86,16 @@ class Controls:
         """Combine arguments and environment.
 
         Raises:
-            PluginError: ``NPU_BACKEND_STRICT`` is neither true nor false.
+            PluginError: An argument, or ``NPU_BACKEND_STRICT``, cannot be used.
         """
+        for name, value in (("strict", strict), ("third_party", third_party)):
+            if not isinstance(value, bool) and not (name == "strict" and value is None):
+                raise PluginError(
+                    f"{name} = {value!r:.80} is neither true nor false",
+                    whom=f"the argument {name}",
+                    why=f"it is a {type(value).__name__}",
+                    remedy="give True or False",
+                )
         allow = None
         if enable is not None:
             allow = _Names.of_argument(enable, "enable")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from attrs import frozen
 
-from npu_backend.errors import PrepareError
+from npu_backend.errors import NotExecutedError, PrepareError
 from npu_backend.model.records import MlaLayer
 from npu_backend.runtime.ops import Ops
 from npu_backend.runtime.shapes import fixed_shape
@@ -41,9 +41,9 @@ MX_GROUPS = (1, 1, 32)
 
 def not_executed(
     what: str, layer: MlaLayer, strategy: str, why: str, remedy: str, code: str = "quant.mode"
-) -> PrepareError:
+) -> NotExecutedError:
     """Return the error for what is planned and schema-checked, but not executed yet."""
-    return PrepareError(
+    return NotExecutedError(
         f"{what} is not executed yet",
         whom=f"{layer}, path, {strategy}",
         why=why,

@@ -22,6 +22,10 @@ class Check:
         """Return a figure for these versions and this chip, or None where there is none."""
         return self.deployment.value(self.op, key)
 
+    def knows(self, key: str) -> bool:
+        """Whether the catalog has a figure of that name for the op at all."""
+        return key in self.deployment.catalog.limits[self.op]
+
     def add(self, code: str, message: str, figure: str | None = None) -> None:
         """Refuse, naming the version that the figure is of and where it comes from."""
         self.reasons.append(Reason(code, message + (self.cited(figure) if figure else "")))

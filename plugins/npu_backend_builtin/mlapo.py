@@ -22,9 +22,13 @@ from npu_backend_builtin._limits import Check
 
 STRATEGY = "mlapo"
 OP = "mla_preprocess"
+CAST = "npu_format_cast"
 OPS = {"sgl-kernel-npu": "npu::mla_preprocess", "vllm-ascend": "_C_ascend::mla_preprocess"}
-Q_LORA = {"sgl-kernel-npu": None, "vllm-ascend": "float"}
-"""Only vllm-ascend's op can hand ``q_lora`` out (``enable_inner_out``)."""
+FIGURES = {"vllm-ascend": OPS["vllm-ascend"]}
+"""Libraries whose op has figures of its own; the others are measured by sgl-kernel-npu's."""
+QUANT_MODE = "per_tensor_quant_asymm"
+"""The op's mode for static W8A8."""
+CACHE_MODES = {"krope_ctkv": "PA_BSND", "nzcache": "PA_NZ"}
 
 PHASES = tuple(p for p in Phase if p is not Phase.EXTEND)
 QUANT = "w8a8-static"
@@ -32,7 +36,20 @@ SYMMETRIC = "w8a8-static-symmetric"
 """Static int8 without ModelSlim's offset, deq_scale and quant_bias (compressed-tensors)."""
 
 
+def _variants(check: Check, layer: MlaLayer, key: str) -> list[str]:
+    """Return the cache modes that vllm-ascend's op has a kernel for, in the layer's dtype."""
+    modes = check.figure(key).get(layer.dtype, {}).get(QUANT_MODE, [])
+    return [CACHE_MODES[m] for m in modes if m in CACHE_MODES]
+
+
 def _kv_layouts(check: Check, layer: MlaLayer) -> frozenset[KvLayout]:
+    if check.knows("variants"):
+        # Block sizes come from the tensors; a cache in int8 is of the op's dynamic mode.
+        size = layer.kv_layout.block_size
+        return frozenset(
+            KvLayout(cache_mode=m, dtype=layer.dtype, block_size=size, rope="half")
+            for m in _variants(check, layer, "variants")
+        )
     block = layer.kv_layout.block_size
     high, also = check.figure("block_size_max"), check.figure("block_size_also")
     if block > high and block not in also:
@@ -54,24 +71,47 @@ def _kv_layouts(check: Check, layer: MlaLayer) -> frozenset[KvLayout]:
     return frozenset(layouts)
 
 
-@lru_cache(maxsize=256)
-def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
-    check = Check(OP, deployment)
-    check.soc()
-    check.library_op(OPS)
-    low, high = check.figure("hidden_size_min"), check.figure("hidden_size_max")
-    if not low <= layer.hidden_size <= high:
-        check.add(
-            "dims.hidden_size",
-            f"{OP} takes hidden_size {low}..{high}, not {layer.hidden_size}",
-            "hidden_size_max",
-        )
+def _q_lora(check: Check, layer: MlaLayer) -> str | None:
+    """Return how the op hands ``q_lora`` out: only vllm-ascend's can (``enable_inner_out``)."""
+    if not check.knows("inner_out_variants"):
+        return None
+    modes = _variants(check, layer, "inner_out_variants")
+    return "float" if layer.kv_layout.cache_mode in modes else None
+
+
+def _dims(check: Check, layer: MlaLayer) -> None:
+    """Refuse sizes that the op has built in; vllm-ascend's takes more of them from the tensors."""
+    if check.knows("hidden_size_max"):
+        low, high = check.figure("hidden_size_min"), check.figure("hidden_size_max")
+        if not low <= layer.hidden_size <= high:
+            check.add(
+                "dims.hidden_size",
+                f"{OP} takes hidden_size {low}..{high}, not {layer.hidden_size}",
+                "hidden_size_max",
+            )
     if layer.q_lora_rank is None:
         check.add("dims.q_lora_rank", f"{OP} needs a q_lora_rank; the layer has q_proj instead")
-    else:
-        check.member("dims.q_lora_rank", "q_lora_rank", layer.q_lora_rank, "q_lora_rank")
-    for name in ("qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"):
-        check.member(f"dims.{name}", name, getattr(layer, name), name)
+    for name in ("q_lora_rank", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(layer, name) is not None and check.knows(name):
+            check.member(f"dims.{name}", name, getattr(layer, name), name)
+    inner = check.deployment.value(CAST, "n_multiple_8bit")
+    for name in ("hidden_size", "q_lora_rank"):
+        size = getattr(layer, name)
+        if size is not None and size % inner:
+            source = check.deployment.source(CAST, "n_multiple_8bit")
+            check.add(
+                f"dims.{name}",
+                f"{OP} takes int8 weights in blocks of {inner} inputs, and {name} is {size} "
+                f"[{source}]",
+            )
+
+
+@lru_cache(maxsize=256)
+def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
+    check = Check(FIGURES.get(deployment.kernels.name, OP), deployment)
+    check.soc()
+    check.library_op(OPS)
+    _dims(check, layer)
     if not layer.has_rope:
         check.add("rope.layout", f"{OP} always rotates, and the layer has no RoPE")
     for what, dtype in (("activations", layer.dtype), ("w_kc", layer.bmm_dtype)):
@@ -112,7 +152,7 @@ def _answer(layer: MlaLayer, deployment: Deployment) -> Offer | Decline:
         aliases=aliases,
         uses=("v_up",),
         kv_layouts=layouts,
-        q_lora=Q_LORA[deployment.kernels.name],
+        q_lora=_q_lora(check, layer),
         mode=OPS[deployment.kernels.name],
     )
 

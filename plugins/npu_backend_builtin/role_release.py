@@ -13,8 +13,6 @@ from npu_backend import Deployment, Keep, MlaLayer, Phase, Release, Role, hookim
 
 Votes = tuple[Release | Keep, ...]
 
-_LORA_TARGETS = ("fused_qkv_a_proj", "q_b_proj", "kv_b_proj")
-
 
 def _null_keeps(name: str, layer: MlaLayer, deployment: Deployment) -> str | None:
     """Return why a worker without a role keeps a weight that nothing reachable reads."""
@@ -35,10 +33,7 @@ def _null_keeps(name: str, layer: MlaLayer, deployment: Deployment) -> str | Non
 def _votes(layer: MlaLayer, deployment: Deployment, unread: tuple[tuple[str, bool], ...]) -> Votes:
     votes: list[Release | Keep] = []
     for name, promised in unread:
-        target = name.removesuffix(".scale")
-        if "lora" in deployment.promises and target in _LORA_TARGETS:
-            votes.append(Keep(name, "promise.lora: LoRA adapters are applied to the original"))
-        elif deployment.role is Role.NULL and (why := _null_keeps(name, layer, deployment)):
+        if deployment.role is Role.NULL and (why := _null_keeps(name, layer, deployment)):
             votes.append(Keep(name, why))
         elif promised:
             votes.append(Release(name, "only a promise reads it, and it can be brought back"))

@@ -246,6 +246,115 @@ def test_a_reader_that_leaves_is_no_error():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        (["5", "7"], "all phases: 5 and 7"),
+        (["decode=5", "decode=7"], "phase decode: 5 and 7"),
+        (["5", "idle=3", "7"], "all phases: 5 and 7"),
+    ],
+)
+def test_row_bounds_that_contradict_are_an_error(bounds, told):
+    options = [each for bound in bounds for each in ("--max-tokens", bound)]
+    done = npu_backend("plan", "deepseek-v3", "--layers", "0", *options, code=2)
+    assert f"two row bounds are given for {told}" in done.stderr
+
+
+def test_a_phases_own_row_bound_stands_beside_that_of_all():
+    options = ["--max-tokens", "decode=7", "--max-tokens", "5", "--max-tokens", "5"]
+    data = plan_json("deepseek-v3", "--layers", "0", *options)
+    assert data["deployment"]["phases"] == {
+        "extend": 5, "decode": 7, "target_verify": 5, "draft_extend": 5, "idle": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "reader"),
+    [
+        ("--weight-update", "update"),
+        ("--export", "export"),
+        ("--lora", "lora"),
+        ("--draft-sharing", "draft"),
+        ("--parallel-copies", "peers"),
+    ],
+)
+def test_each_promise_can_be_given_and_names_its_reader(option, reader):
+    data = plan_json("glm-5.2", "--role", "decode", "--layers", "0", option)
+    (row,) = (w for w in data["layers"][0]["weights"] if w["name"] == "kv_b_proj")
+    assert (row["action"], row["readers"]) == ("keep", [reader])
+    assert data["deployment"]["promises"] == [option.removeprefix("--").replace("-", "_")]
+
+
+@pytest.mark.parametrize("phases", ["", ",", " "])
+def test_no_phase_is_no_fault_of_a_layer(phases):
+    done = npu_backend("plan", "deepseek-v3", "--layers", "0", "--phases", phases, code=2)
+    assert "layer 0" not in done.stderr
+    assert "phase" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["sgl-kernel-npu==abc", "sgl-kernel-npu==", "none==1"])
+def test_a_kernel_librarys_version_that_is_none_is_an_error(text):
+    done = npu_backend("plan", "deepseek-v3", "--layers", "0", "--kernels", text, code=2)
+    assert "is not a version of" in done.stderr
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "99999999999999999999", "x", "1.5"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "deepseek-v3", "--layers", "0", "--device", "cpu"],
+        ["bmm", "--heads", "2", "--k", "128", "--n", "128", "--measure", "--device", "cpu"],
+    ],
+    ids=["run", "bmm"],
+)
+def test_a_seed_that_no_generator_holds_is_bad_input(command, seed):
+    done = npu_backend(*command, "--seed", seed, "--json", code=2)
+    assert "--seed" in json.loads(done.stdout)["error"]["what"]
+
+
+def test_warnings_stand_in_the_json_as_well():
+    done = npu_backend("plan", "deepseek-v3", "--cann", "99.0", "--layers", "0", "--json")
+    (warning,) = json.loads(done.stdout)["warnings"]
+    assert "CANN 99.0 is newer than the catalog" in warning
+    assert warning in done.stderr
+    assert plan_json("deepseek-v3", "--cann", "9.1.0", "--layers", "0")["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "told"),
+    [
+        ("prefill", "reachable here is extend beside idle, which meets no request"),
+        ("null --phases extend", "reachable here is extend"),
+        ("null --phases idle", "reachable here is nothing beside idle, which meets no request"),
+    ],
+)
+def test_an_unmet_request_tells_every_reachable_phase(role, told):
+    options = ["--request", "path=mlaprolog", "--role", *role.split()]
+    done = npu_backend("plan", "deepseek-v3", "--layers", "0", *options, code=2)
+    serves = "phase: it serves decode, target_verify, draft_extend, idle; "
+    assert f"{serves}{told}\n" in done.stderr
+
+
+@pytest.mark.parametrize("plugin", ["mlaprolog", "mlapo", "transpose_bmm", "role_release"])
+def test_checking_one_sound_plugin_fails_nobody(plugin):
+    done = npu_backend("plugins", "--plugin", plugin, "--check", "--json")
+    data = json.loads(done.stdout)
+    assert all(row["failures"] == [] for row in data["check"])
+    unplanned = [text for row in data["check"] for text in row["unplanned"]]
+    assert unplanned
+    assert all("no legal strategy serves" in text for text in unplanned)
+    # It was asked all the same.
+    counts = next(r for r in data["summary"]["plugins"] if r["provider"].startswith(plugin))
+    asked = counts["offers"] + counts["declines"] + counts["votes"]
+    assert asked > 0
+
+
+def test_the_check_says_what_each_row_was_planned_for():
+    text = npu_backend("plugins", "--no-third-party", "--check").stdout
+    (kimi,) = (line for line in text.splitlines() if line.startswith("kimi-k2 "))
+    assert "at most 1024 rows" in kimi
+
+
 # --- plugins, compare, doctor --------------------------------------------------------------------
 
 

@@ -173,6 +173,20 @@ def test_a_quantization_that_is_not_executed_is_an_error_and_no_pass():
     assert "mxfp8" in done.stderr
 
 
+@needs_torch_npu
+def test_the_kernel_librarys_own_mlapo_runs_on_the_simulated_npu():
+    args = ["deepseek-v3", "--role", "decode", "--layers", "0", "--attn-tp-size", "64"]
+    args += ["--kernels", "vllm-ascend", "--quant", "w8a8-static", "--request", "path=mlapo"]
+    data = json.loads(run(*args, "--device", "sim", "--json").stdout)
+    assert {step["path"] for step in data["run"]["layers"][0]["steps"]} == {"mlapo"}
+
+
+@pytest.mark.parametrize("quant", ["w8a8-static", "w8a8-dynamic"])
+def test_what_is_planned_and_not_executed_is_no_failed_proof(quant):
+    done = run(*SMALL, "--quant", quant, "--dtype", "float16", "--device", "cpu", "--json", code=2)
+    assert "is not executed yet" in json.loads(done.stdout)["error"]["what"]
+
+
 def test_a_device_that_is_not_there_is_an_error():
     done = run(*SMALL, "--device", "npu", "--json", code=2)
     assert "--device npu" in json.loads(done.stdout)["error"]["whom"]

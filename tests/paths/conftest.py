@@ -67,7 +67,7 @@ def internal_formats() -> None:
     torch.npu.config.allow_internal_format = True
 
 
-def _prove_path(layer: MlaLayer, path: str, soc: str) -> None:
+def _prove_path(layer: MlaLayer, path: str, soc: str, **more: str) -> None:
     """Prove a path on the simulated NPU, or that the plan refuses it with a reason."""
     from npu_backend.runtime.prove import prove_layer
     from npu_backend.testing.sim.settings import installed_line
@@ -75,7 +75,7 @@ def _prove_path(layer: MlaLayer, path: str, soc: str) -> None:
     versions = BACKEND.catalog.versions
     line = installed_line()
     request = f"path={path}{'@nextn' if layer.is_nextn else ''}"
-    given = {"soc": soc, "cann": versions.paired_cann(line), "torch_npu": line}
+    given = {"soc": soc, "cann": versions.paired_cann(line), "torch_npu": line, **more}
     free = plan_layer(layer, **given)
     refused = [
         reason.code

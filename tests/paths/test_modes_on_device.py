@@ -46,10 +46,25 @@ def test_every_cache_that_mlaprolog_writes(
 
 
 @pytest.mark.npu(soc="A3")
+@pytest.mark.parametrize("library", ["sgl-kernel-npu", "vllm-ascend"])
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
-def test_both_caches_of_mlapo(npu_device, internal_formats, make_layer, prove_path, mode):
+def test_both_caches_of_both_mlapos(
+    npu_device, internal_formats, make_layer, prove_path, mode, library
+):
     quant = dict.fromkeys(("fused_qkv_a_proj", "q_b_proj"), "w8a8-static")
-    prove_path(make_layer(quant=quant, kv_layout=KvLayout(mode)), "mlapo", "A3")
+    indexer = npu_backend.Indexer("own")
+    layer = make_layer(quant=quant, kv_layout=KvLayout(mode), indexer=indexer)
+    prove_path(layer, "mlapo", "A3", kernels=library)
+
+
+@pytest.mark.npu(soc="A3")
+def test_mlapo_of_vllm_ascend_takes_sizes_from_the_tensors(
+    npu_device, internal_formats, make_layer, prove_path
+):
+    quant = dict.fromkeys(("fused_qkv_a_proj", "q_b_proj"), "w8a8-static")
+    sizes = {"hidden_size": 1024, "q_lora_rank": 768, "qk_nope_head_dim": 192}
+    layer = make_layer(quant=quant, kv_layout=KvLayout(block_size=512), **sizes)
+    prove_path(layer, "mlapo", "A3", kernels="vllm-ascend")
 
 
 @pytest.mark.npu(soc="A3")

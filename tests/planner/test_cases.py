@@ -175,7 +175,7 @@ def test_va_pr_17104_kv_b_proj_goes_on_decode_and_stays_without_disaggregation(p
         ("sgl-kernel-npu==v2026.1.2", True),
         ("sgl-kernel-npu==20251231", True),
         ("sgl-kernel-npu==2025.12.31+abc", True),
-        ("sgl-kernel-npu==abc", False),
+        ("sgl-kernel-npu==2026.dev1", False),
         ("sgl-kernel-npu==2026", False),
         ("sgl-kernel-npu", False),
     ],

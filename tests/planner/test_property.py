@@ -26,6 +26,7 @@ from npu_backend import (
     RequestUnmetError,
     SelectionError,
 )
+from npu_backend.deployment import PROMISES
 from npu_backend.model import loaded_weights
 from npu_backend.offers import Answer, Failure, PluginInfo
 from npu_backend.planner import plan_model
@@ -125,9 +126,7 @@ deployments = st.builds(
     requests=requests,
     graph_capture=st.booleans(),
     batch_invariant=st.sampled_from([False, False, True]),
-    promises=st.sets(
-        st.sampled_from(["weight_update", "lora", "role_switch", "export", "local_prefill"])
-    ),
+    promises=st.sets(st.sampled_from(PROMISES)),
     restore=st.booleans(),
 )
 

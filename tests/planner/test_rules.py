@@ -27,6 +27,7 @@ from npu_backend import (
     Soc,
 )
 from npu_backend.api import Backend
+from npu_backend.deployment import PROMISE_READERS, PROMISES
 from npu_backend.offers import REASON_CODES
 
 T102 = "npu_transpose_batchmatmul[1,0,2]"
@@ -439,11 +440,66 @@ def test_mlapo_of_sgl_kernel_npu_never_hands_q_lora_over_and_vllm_ascends_does(p
         assert ("indexer@decode" in readers) is reads, kernels
 
 
+VLLM = {"kernels": "vllm-ascend", "role": "decode", "requests": "path=mlapo"}
+STATIC = {"quant": {"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"}}
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "code"),
+    [
+        ("hidden_size", 1024, "dims.hidden_size"),
+        ("hidden_size", 8224, "dims.hidden_size"),
+        ("q_lora_rank", 2048, "dims.q_lora_rank"),
+        ("qk_nope_head_dim", 192, "dims.qk_nope_head_dim"),
+        ("kv_layout", KvLayout(block_size=512), "kv.layout"),
+    ],
+)
+def test_mlapo_of_vllm_ascend_takes_its_sizes_from_the_tensors(
+    plan, make_layer, refusals, size, value, code
+):
+    # vllm-ascend csrc/mla_preprocess at commit 182b75ea; sgl-kernel-npu's op has them built in.
+    layer = make_layer(**STATIC, **{size: value})
+    assert plan.layers([layer], **VLLM).layers[0].path[0].strategy == "mlapo"
+    assert code in refusals(plan.layers([layer], role="decode").layers[0], "mlapo")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"kv_lora_rank": 256}, "dims.kv_lora_rank"),
+        ({"qk_rope_head_dim": 32}, "dims.qk_rope_head_dim"),
+        ({"hidden_size": 7184}, "dims.hidden_size"),
+        ({"q_lora_rank": 1552}, "dims.q_lora_rank"),
+        ({"kv_layout": KvLayout("PA_NZ", dtype="int8")}, "kv.layout"),
+        ({"dtype": "float16", "kv_layout": KvLayout("PA_NZ", dtype="float16")}, "kv.layout"),
+    ],
+)
+def test_what_mlapo_of_vllm_ascend_has_no_kernel_for_is_declined(
+    plan, make_layer, refusals, changes, code
+):
+    layer = make_layer(**STATIC, **changes)
+    declined = plan.layers([layer], role="decode", kernels="vllm-ascend").layers[0]
+    assert code in refusals(declined, "mlapo")
+
+
+def test_float16_has_no_inner_out(plan, make_layer):
+    # The op's cases with enable_inner_out are of bfloat16 only.
+    for dtype, hands in (("bfloat16", False), ("float16", True)):
+        layer = make_layer(**STATIC, dtype=dtype, indexer=Indexer("own", "none"))
+        row = plan.layers([layer], **VLLM, max_tokens=64).layers[0].weight("fused_qkv_a_proj")
+        assert ("indexer@decode" in row.readers) is hands
+
+
 # --- rule 8: promises ----------------------------------------------------------------------------
 
 
-def test_update_and_export_are_readers_and_restore_lets_them_come_back(plan):
-    for promise, reader in (("weight_update", "update"), ("export", "export")):
+def test_promises_are_readers_and_restore_lets_the_weights_come_back(plan):
+    for promise, reader in (
+        ("weight_update", "update"),
+        ("draft_sharing", "draft"),
+        ("parallel_copies", "peers"),
+        ("export", "export"),
+    ):
         kept = plan("glm-5.2", role="decode", cann="9.1.0", promises=[promise]).layers[0]
         assert kept.path[0].strategy == "absorb"
         assert kept.weight("q_b_proj").action == "keep"
@@ -468,10 +524,48 @@ def test_a_role_switch_keeps_what_the_other_role_reads_or_restores_it(plan):
     assert "q_absorb@extend" in back.weight("w_kc").readers
 
 
+@pytest.mark.parametrize(
+    ("promise", "reason"),
+    [
+        ("weight_update", "promise.weight_update: read by update"),
+        ("export", "promise.export: read by export"),
+        ("lora", "promise.lora: read by lora"),
+        ("draft_sharing", "weight.aliased: read by draft"),
+        ("parallel_copies", "weight.read: read by peers"),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode", "null"])
+def test_what_only_a_promise_reads_is_kept_with_its_reason_or_restored(plan, role, promise, reason):
+    # On a DSA layer nobody reads kv_b_proj once w_kc and w_vc are made of it.
+    def row(**more):
+        return plan("glm-5.2", role=role, cann="9.1.0", **more).layers[0].weight("kv_b_proj")
+
+    assert row().action == "release"
+    kept = row(promises=[promise])
+    assert (kept.action, kept.readers) == ("keep", (reason.rpartition(" ")[2],))
+    assert reason in kept.reasons
+    back = row(promises=[promise], restore=True)
+    assert (back.action, back.readers) == ("restore", kept.readers)
+    assert any(why == f"{reason}, brought back before that" for why in back.reasons)
+
+
+@pytest.mark.parametrize("quant", ["none", "w8a8-dynamic"])
+@pytest.mark.parametrize("q_lora_rank", [None, 1536])
+def test_lora_reads_what_deltas_are_applied_to_with_its_scales(
+    plan, make_layer, quant, q_lora_rank
+):
+    layer = make_layer(quant=quant, q_lora_rank=q_lora_rank)
+    planned = plan.layers([layer], role="decode", promises=["lora"]).layers[0]
+    for row in planned.weights:
+        target = row.name.removesuffix(".scale") not in ("w_kc", "w_vc")
+        assert ("lora" in row.readers) is target, row.name
+
+
+def test_every_promise_but_phases_has_its_reader():
+    assert set(PROMISES) - set(PROMISE_READERS.values()) == {"role_switch", "local_prefill"}
+
+
 def test_lora_and_context_parallelism_decline_the_fused_paths(plan, refusals):
-    restored = {"promises": ["lora"], "restore": True}
-    kept = plan("glm-5.2", role="decode", cann="9.1.0", **restored).layers[0]
-    assert kept.weight("kv_b_proj").action == "keep"
     lora = plan("glm-5.2", role="decode", cann="9.1.0", promises=["lora"]).layers[0]
     assert "promise.lora" in refusals(lora, "mlaprolog")
     assert lora.weight("kv_b_proj").action == "keep"

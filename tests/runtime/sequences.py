@@ -34,6 +34,9 @@ DEPLOYMENTS = (
     {"promises": ["export"], "restore": True},
     {"promises": ["export"]},
     {"promises": ["lora"]},
+    {"promises": ["lora"], "restore": True},
+    {"promises": ["draft_sharing", "parallel_copies"], "restore": True},
+    {"promises": ["parallel_copies"]},
     {"promises": ["local_prefill"]},
     {"role": "null"},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_backend import Indexer, KvLayout, Phase, PrepareError
+from npu_backend import Indexer, KvLayout, NotExecutedError, Phase, PrepareError
 from npu_backend.model.weights import loaded_weights
 from npu_backend.runtime.prove.attention import latent_attention
 from npu_backend.runtime.prove.mla_fp32 import MlaShape, mla_reference
@@ -194,26 +194,51 @@ def test_mlaprolog_mode_1_reads_the_parameter_itself(h):
         assert _error(mine, theirs) <= 3e-2
 
 
+@pytest.mark.parametrize("library", ["sgl-kernel-npu", "vllm-ascend"])
 @pytest.mark.parametrize("mode", ["PA_BSND", "PA_NZ"])
-def test_mlapo_continues_a_cache_that_absorb_extended(h, mode):
+def test_mlapo_continues_a_cache_that_absorb_extended(h, mode, library):
     block = 128 if mode == "PA_NZ" else BLOCK
     layer = h.fused_layer(
         hidden_size=2048,
         kv_layout=KvLayout(cache_mode=mode, block_size=block),
         quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
     )
-    bound, result, _ = _run(h, layer, ["path=mlapo"], tolerance=4e-2)
+    bound, result, _ = _run(h, layer, ["path=mlapo"], tolerance=4e-2, kernels=library)
     assert [e.strategy for e in bound.plan.path if "decode" in e.phases] == ["mlapo", "absorb"]
     assert result.q_lora is None
 
 
-def test_mlapo_of_the_other_library_is_not_executed_yet(h):
+@pytest.mark.parametrize("library", ["sgl-kernel-npu", "vllm-ascend"])
+def test_only_vllm_ascends_mlapo_hands_the_compressed_query_to_an_indexer(h, library):
     layer = h.fused_layer(
         hidden_size=2048,
+        indexer=Indexer("own"),
         quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
     )
-    plan = h.plan(layer, requests="path=mlapo", kernels="vllm-ascend")
-    with pytest.raises(PrepareError, match=r"_C_ascend::mla_preprocess .* is not executed yet"):
+    given = h.weights(layer)
+    bound = h.bind(h.plan(layer, requests="path=mlapo", kernels=library), given)
+    bound.prepare()
+    other = h.bind(h.plan(layer, requests="path=absorb"), h.weights(layer))
+    other.prepare()
+    hidden = torch.randn(5, 2048, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    steps = (hidden, torch.arange(5), torch.arange(5))
+    mine, theirs = (b.preprocess(*steps, phase=Phase.DECODE) for b in (bound, other))
+    if library == "sgl-kernel-npu":
+        assert mine.q_lora is None
+    else:
+        assert mine.q_lora.shape == (5, 1536)
+        assert _error(mine.q_lora, theirs.q_lora) <= 4e-2
+
+
+@pytest.mark.parametrize("library", ["sgl-kernel-npu", "vllm-ascend"])
+def test_mlapo_in_float16_is_not_executed_yet(h, library):
+    layer = h.fused_layer(
+        hidden_size=2048,
+        dtype="float16",
+        quant={"fused_qkv_a_proj": "w8a8-static", "q_b_proj": "w8a8-static"},
+    )
+    plan = h.plan(layer, requests="path=mlapo", kernels=library)
+    with pytest.raises(NotExecutedError, match=r"mla_preprocess .* is not executed yet"):
         h.bind(plan).prepare()
 
 

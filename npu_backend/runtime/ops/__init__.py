@@ -60,7 +60,8 @@ class Ops(Protocol):
         """Return five tensors and write both caches."""
 
     def mla_preprocess(self, *args: Any, **kwargs: Any) -> None:
-        """Write the four tensors given as ``q_out0, kv_cache_out0, q_out1, kv_cache_out1``."""
+        """Write the four tensors given as ``q_out0, kv_cache_out0, q_out1, kv_cache_out1``, and
+        vllm-ascend's op ``inner_out`` too; arguments are those of the chosen library's op."""
 
     def npu_kv_rmsnorm_rope_cache(
         self,
@@ -144,7 +145,7 @@ def ops_for(device: torch.device, deployment: Deployment) -> Ops:
     if device.type == "cpu":
         from npu_backend.runtime.ops.cpu import CpuOps
 
-        return CpuOps()
+        return CpuOps(deployment.kernels.name)
     if device.type == "npu":
         from npu_backend.runtime.ops.device import DeviceOps
 

@@ -15,6 +15,7 @@ import torch
 from npu_backend.catalog import load_catalog
 from npu_backend.errors import SchemaMismatchError
 from npu_backend.runtime import reference
+from npu_backend.runtime.reference.mlapo import ascend_mla_preprocess
 from npu_backend.runtime.reference.numerics import E8M0, MX_BLOCK
 from npu_backend.runtime.reference.quant import dtype_of_number
 
@@ -29,7 +30,8 @@ def _schema(name: str, *, returns: str | None = None, library: str | None = None
     """Return the newest line's schema, with other results where an op returns what it was given:
     functionalization takes no op that returns its inputs."""
     table = _CATALOG.schemas["libraries"][library] if library else _CATALOG.schemas["lines"][_LINE]
-    text = str(table["ops"][f"npu::{name}"][0])
+    space = "_C_ascend" if library == "vllm-ascend" else "npu"
+    text = str(table["ops"][f"{space}::{name}"][0])
     return text if returns is None else f"{text.rpartition(' -> ')[0]} -> {returns}"
 
 
@@ -137,6 +139,8 @@ _KV_SCHEMA = (
     "Tensor(a!) k_cache, Tensor(b!) ckv_cache, float epsilon, str cache_mode) -> ()"
 )
 
+_ASCEND_MLAPO = "ascend_" + _schema("mla_preprocess", returns="()", library="vllm-ascend")
+
 _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (_schema("npu_transpose_batchmatmul"), reference.npu_transpose_batchmatmul, _transpose_fake),
     (
@@ -150,6 +154,7 @@ _DEFINITIONS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         _mla_preprocess,
         _nothing,
     ),
+    (_ASCEND_MLAPO, ascend_mla_preprocess, _nothing),
     (_KV_SCHEMA, _kv_rmsnorm_rope_cache, _nothing),
     (_schema("npu_interleave_rope"), reference.npu_interleave_rope, _rope_fake),
     (_schema("npu_rms_norm"), reference.npu_rms_norm, _rms_norm_fake),
@@ -177,16 +182,22 @@ _LIBRARY = _define()
 
 
 class CpuOps:
-    """The references, under the ops' own names."""
+    """The references, under the ops' own names.
+
+    Args:
+        library: Kernel library whose ``mla_preprocess`` is meant.
+    """
 
     name = "cpu reference"
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "sgl-kernel-npu") -> None:
         space = getattr(torch.ops, _NAMESPACE)
         self.npu_transpose_batchmatmul = space.npu_transpose_batchmatmul.default
         self.batch_matmul_transpose = space.batch_matmul_transpose.default
         self.npu_mla_prolog_v3 = space.npu_mla_prolog_v3.default
-        self.mla_preprocess = space.mla_preprocess.default
+        ascend = library == "vllm-ascend"
+        mlapo = space.ascend_mla_preprocess if ascend else space.mla_preprocess
+        self.mla_preprocess = mlapo.default
         self._kv_rmsnorm_rope_cache = space.npu_kv_rmsnorm_rope_cache.default
         self.npu_interleave_rope = space.npu_interleave_rope.default
         self.npu_rms_norm = space.npu_rms_norm.default

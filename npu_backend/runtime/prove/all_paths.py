@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from npu_backend.deployment import Deployment
-from npu_backend.errors import SelectionError
+from npu_backend.errors import NotExecutedError, SchemaMismatchError, SelectionError
 from npu_backend.model.records import MlaLayer
 from npu_backend.plan import LayerPlan, ModelPlan
 from npu_backend.runtime.prove.engine import DEFAULT_ROWS, prove_layer
@@ -214,5 +214,9 @@ def _record(
     except SelectionError as err:
         return evolve(record, reasons=((err.code or "request.unmet", str(err)),))
     offers = [e.offer for e in asked.path if e.strategy == name and e.offer is not None]
-    proof = prove_layer(asked, device=device, seed=seed, rows=tuple(rows), row_cap=row_cap)
+    try:
+        proof = prove_layer(asked, device=device, seed=seed, rows=tuple(rows), row_cap=row_cap)
+    except (NotExecutedError, SchemaMismatchError) as err:
+        # Legal, and nothing that a proof could be wrong about.
+        return evolve(record, reasons=((err.code or "quant.mode", str(err)),))
     return evolve(record, mode=offers[0].mode if offers else "", proof=proof)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from attrs import evolve
 
-from npu_backend.errors import NpuBackendError
+from npu_backend.errors import NotExecutedError, NpuBackendError, SchemaMismatchError
 from npu_backend.plan import LayerPlan, ModelPlan
 from npu_backend.runtime import AliasWarning, LayerCache, bind
 from npu_backend.runtime.bound import BoundLayer
@@ -110,7 +110,7 @@ def prove_layer(
     between table entries. Claims: ``outputs`` and ``cache`` against an fp32 reference in textbook
     form, ``q_lora`` likewise, ``padding``, ``equality`` of everything before and after the release,
     ``bytes`` freed, ``released`` weights and ``unreachable`` phases raise. An exception on the way
-    is a failed claim ``layer``.
+    is a failed claim ``layer``, but for the two below.
 
     Args:
         plan: The layer's plan.
@@ -121,8 +121,9 @@ def prove_layer(
         row_cap: Boundaries above this are named in ``skipped`` and not run.
 
     Raises:
-        NpuBackendError: The layer is of a kind that is planned but not executed yet, or ``dtype``
-            is not the plan's.
+        NotExecutedError: The layer is of a kind that is planned but not executed yet.
+        SchemaMismatchError: ``op.missing``: an op that the plan calls is not installed.
+        NpuBackendError: ``dtype`` is not the plan's.
     """
     check_executable(plan.layer)
     _check_dtype(plan, dtype)
@@ -130,6 +131,13 @@ def prove_layer(
     run = _Run(plan, place)
     try:
         _prove(run, seed, rows, row_cap)
+    except NotExecutedError:
+        raise
+    except SchemaMismatchError as err:
+        if err.code == "op.missing":
+            # Nothing was proved or refuted: what the plan needs is not installed.
+            raise
+        run.failed(err)
     except Exception as err:  # noqa: BLE001 - told in the record, as a claim that failed
         run.failed(err)
     gc.collect()

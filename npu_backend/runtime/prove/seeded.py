@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from attrs import field, frozen
 
-from npu_backend.errors import NpuBackendError
+from npu_backend.errors import NotExecutedError
 from npu_backend.model.records import MlaLayer
 from npu_backend.model.weights import MX_BLOCK, WeightSpec, loaded_weights
 
@@ -71,7 +71,7 @@ def check_executable(layer: MlaLayer) -> None:
     """Check that a layer's weights and cache can be made.
 
     Raises:
-        NpuBackendError: A quantization, a ``w_kc`` dtype or a cache dtype is planned only.
+        NotExecutedError: A quantization, a ``w_kc`` dtype or a cache dtype is planned only.
     """
     reasons = [
         f"{name} is {kind}, executed are {', '.join(EXECUTED_QUANTS)}"
@@ -84,7 +84,7 @@ def check_executable(layer: MlaLayer) -> None:
     if layer.kv_layout.cache_mode not in ("PA_BSND", "PA_NZ"):
         reasons.append(f"cache mode {layer.kv_layout.cache_mode}, executed are PA_BSND and PA_NZ")
     if reasons:
-        raise NpuBackendError(
+        raise NotExecutedError(
             "the layer is planned, but not executed yet",
             whom=str(layer),
             why=reasons,

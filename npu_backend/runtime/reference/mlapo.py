@@ -1,8 +1,9 @@
-"""Reference of sgl-kernel-npu's ``mla_preprocess`` in static W8A8.
+"""References of sgl-kernel-npu's and of vllm-ascend's ``mla_preprocess`` in static W8A8.
 
 There: quant_mode ``per_tensor_quant_asymm`` with the cache modes ``krope_ctkv`` and ``nzcache``.
-vllm-ascend registers another op of the same name with other arguments; this is not that one.
-Source of the formulas: the op's description and test inputs in sgl-kernel-npu.
+The two ops take other arguments, and vllm-ascend's can hand out the normed query latent as well.
+Source of the formulas: the op's description and test inputs in sgl-kernel-npu; of the arguments,
+the schemas in the catalog.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from npu_backend.runtime.reference.numerics import (
     saturated,
 )
 
-__all__ = ["mla_preprocess"]
+__all__ = ["ascend_mla_preprocess", "mla_preprocess"]
 
 _OP = "mla_preprocess"
 _EPSILON = 1e-6
@@ -122,6 +123,107 @@ def mla_preprocess(
         ValueError: Dtypes, strides or slots that the op does not take.
         NotImplementedError: Another quant_mode or cache_mode.
     """
+    _preprocess(
+        hiddenState,
+        (wdqkv, descale0, quant_scale0, quant_offset0, bias0),
+        gamma1,
+        beta1,
+        (wuq, descale1, quant_scale1, quant_offset1, bias1),
+        gamma2,
+        (cos, sin),
+        wuk,
+        slotmapping,
+        (cache_mode, quant_mode),
+        (q_out0, kv_cache_out0, q_out1, kv_cache_out1),
+    )
+    return q_out0, kv_cache_out0, q_out1, kv_cache_out1
+
+
+def ascend_mla_preprocess(
+    hiddenState: torch.Tensor,
+    wdqkv: torch.Tensor,
+    descale0: torch.Tensor,
+    gamma1: torch.Tensor,
+    beta1: torch.Tensor,
+    wuq: torch.Tensor,
+    descale1: torch.Tensor,
+    gamma2: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    wuk: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_rope: torch.Tensor,
+    slotmapping: torch.Tensor,
+    quant_scale0: torch.Tensor,
+    quant_offset0: torch.Tensor,
+    bias0: torch.Tensor,
+    quant_scale1: torch.Tensor,
+    quant_offset1: torch.Tensor,
+    bias1: torch.Tensor,
+    ctkv_scale: torch.Tensor | None,
+    q_nope_scale: torch.Tensor | None,
+    cache_mode: str | None,
+    quant_mode: str | None,
+    enable_inner_out: bool | None,
+    q_out0: torch.Tensor,
+    kv_cache_out0: torch.Tensor,
+    q_out1: torch.Tensor,
+    kv_cache_out1: torch.Tensor,
+    inner_out: torch.Tensor,
+) -> None:
+    """Compute as :func:`mla_preprocess`, with the arguments of ``_C_ascend::mla_preprocess``.
+
+    Args:
+        enable_inner_out: Write ``inner_out``.
+        inner_out: ``(tokens, q_lora_rank)``: the query latent after norm and ``beta1``, before it
+            is quantized; not touched without ``enable_inner_out``.
+
+    The other arguments are those of :func:`mla_preprocess`; what the schema makes optional is
+    needed in static W8A8 with rotation.
+
+    Raises:
+        ValueError: Dtypes, strides or slots that the op does not take.
+        NotImplementedError: Another quant_mode or cache_mode.
+    """
+    normed = _preprocess(
+        hiddenState,
+        (wdqkv, descale0, quant_scale0, quant_offset0, bias0),
+        gamma1,
+        beta1,
+        (wuq, descale1, quant_scale1, quant_offset1, bias1),
+        gamma2,
+        (cos, sin),
+        wuk,
+        slotmapping,
+        (cache_mode, quant_mode),
+        (q_out0, kv_cache_out0, q_out1, kv_cache_out1),
+    )
+    if enable_inner_out:
+        inner_out.copy_(normed)
+
+
+_Stage = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""A projection's weight, descale, and its input's scale, offset and the bias."""
+
+
+def _preprocess(
+    hiddenState: torch.Tensor,
+    down_stage: _Stage,
+    gamma1: torch.Tensor,
+    beta1: torch.Tensor,
+    up_stage: _Stage,
+    gamma2: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    wuk: torch.Tensor,
+    slotmapping: torch.Tensor,
+    modes: tuple[str | None, str | None],
+    outs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Write the four outputs and return the query latent after its norm, fp32."""
+    wdqkv, descale0, quant_scale0, quant_offset0, bias0 = down_stage
+    wuq, descale1, quant_scale1, quant_offset1, bias1 = up_stage
+    (cos, sin), (cache_mode, quant_mode) = tables, modes
+    q_out0, kv_cache_out0, q_out1, kv_cache_out1 = outs
     quant = "per_token_quant_symm" if quant_mode is None else quant_mode
     if quant != _QUANT_MODE:
         raise NotImplementedError(f"{_OP}: the reference knows {_QUANT_MODE}, not {quant}")
@@ -162,4 +264,4 @@ def mla_preprocess(
         if cache == "nzcache" and out.shape[2] != 1:
             paged = out.view(out.shape[0], out.shape[2], 1, rows.shape[-1])
         write_rows(_OP, paged, rows, slotmapping, nz=cache == "nzcache", skip_negative=True)
-    return q_out0, kv_cache_out0, q_out1, kv_cache_out1
+    return normed_q

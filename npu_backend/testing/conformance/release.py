@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from attrs import evolve, frozen
 
-from npu_backend.deployment import Deployment, Phase
+from npu_backend.deployment import PROMISE_READERS, Deployment, Phase
 from npu_backend.model.records import Indexer, MlaLayer
 from npu_backend.model.weights import loaded_weights
 from npu_backend.offers import Record, Release
@@ -67,6 +67,9 @@ DEPLOYMENTS: tuple[Mapping[str, Any], ...] = (
     {"role": "decode", "promises": ["weight_update"], "restore": True},
     {"role": "decode", "promises": ["role_switch"], "restore": True},
     {"role": "decode", "promises": ["lora"]},
+    {"role": "decode", "promises": ["draft_sharing"]},
+    {"role": "decode", "promises": ["parallel_copies"]},
+    {"role": "decode", "promises": ["lora", "draft_sharing", "parallel_copies"], "restore": True},
     {"role": "prefill", "host": "sglang", "phases": ["extend"]},
 )
 """Every role, and every promise that changes who reads."""
@@ -242,7 +245,7 @@ def _reader_sets(case: ReleaseCase, deployment: Deployment) -> Iterator[Readers]
     phases = list(deployment.reach(is_nextn=case.layer.is_nextn))
     who = [f"v_up@{phases[0]}", f"absorb@{phases[-1]}", f"host:mha@{Phase.EXTEND}"]
     yield nobody
-    for reader in (*who, "update", "export"):
+    for reader in (*who, *PROMISE_READERS):
         yield dict.fromkeys(nobody, (reader,))
         for name in nobody:
             yield {**nobody, name: (reader,)}

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -170,8 +171,14 @@ def _import_torch_npu() -> Any:
     os.environ[_AUTOLOAD] = "0"
     # Launch on the calling thread, so that what is not simulated raises where it was called.
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+    said = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as after,
+        contextlib.redirect_stdout(said),
+    ):
         # torch_npu warns about files of a CANN installation, and prints to standard output.
+        after.callback(_repeat, said)
         warnings.simplefilter("ignore")
         torch = importlib.import_module("torch")
         try:
@@ -185,6 +192,14 @@ def _import_torch_npu() -> Any:
                 "if a symbol is named, the stand-ins lack it",
             ) from err
     return torch
+
+
+def _repeat(said: io.StringIO) -> None:
+    """Print what torch_npu said while it was imported, but for what is so because nothing of CANN
+    is there."""
+    for line in said.getvalue().splitlines():
+        if "ASCEND_HOME_PATH" not in line:
+            print(line, file=sys.stderr)
 
 
 def _bring_up(torch: Any, settings: Settings) -> None:

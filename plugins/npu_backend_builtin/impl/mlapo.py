@@ -1,7 +1,7 @@
-"""mlapo: sgl-kernel-npu's ``mla_preprocess`` in static W8A8.
+"""mlapo: ``mla_preprocess`` of sgl-kernel-npu or of vllm-ascend in static W8A8.
 
-The op wants the latent's rows before the query's, RoPE rows in half layout, and weights in blocks
-of FRACTAL_NZ. vllm-ascend's op of the same name is another one and not executed yet.
+Both want the latent's rows before the query's, RoPE rows in half layout, and weights in blocks of
+FRACTAL_NZ. They differ in their arguments, and vllm-ascend's can hand the compressed query over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from npu_backend.runtime import (
 
 __all__ = ["Mlapo"]
 
-OP = "npu::mla_preprocess"
+OPS = ("npu::mla_preprocess", "_C_ascend::mla_preprocess")
+ASCEND = OPS[1]
 CACHE_MODES = {"PA_BSND": "krope_ctkv", "PA_NZ": "nzcache"}
 QUANT_MODE = "per_tensor_quant_asymm"
 """The op's default is another one, so it is always given."""
@@ -86,7 +87,7 @@ class Mlapo:
             kv_lora_rank).
 
         Raises:
-            PrepareError: vllm-ascend's op, or float16.
+            NotExecutedError: float16, or a quantized cache.
         """
         layer = weights.layer
         if layer.kv_layout.dtype != layer.dtype:
@@ -98,13 +99,13 @@ class Mlapo:
                 "give the layer a float KV layout, or request another path",
                 code="kv.layout",
             )
-        if weights.offer.mode != OP or layer.dtype != "bfloat16":
+        if weights.offer.mode not in OPS or layer.dtype != "bfloat16":
             raise not_executed(
                 f"{weights.offer.mode} with activations of {layer.dtype}",
                 layer,
                 "mlapo",
-                f"executed is {OP} of sgl-kernel-npu with bfloat16",
-                "plan with --kernels sgl-kernel-npu and --dtype bfloat16, or request another path",
+                f"executed are {' and '.join(OPS)} with bfloat16",
+                "plan with --dtype bfloat16, or request another path",
             )
         made = {"wuk": weights["w_kc"].contiguous()}
         for number, (target, name, order) in enumerate(
@@ -139,6 +140,54 @@ class Mlapo:
         if mode == "nzcache":
             k_nope, k_rope = (_as_blocks(t) for t in (k_nope, k_rope))
         heads, latent, rope = wuk.shape[0], layer.kv_lora_rank, layer.qk_rope_head_dim
+        hands_over = layer.indexer.kind == "own" and prepared.offer.q_lora is not None
+        rank = gamma1.shape[0]
+
+        def ascend(
+            hidden_states: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+        ) -> PreprocessResult:
+            cos, sin = rope_at(positions)
+            rows = hidden_states.shape[0]
+            q_nope = hidden_states.new_empty((rows, heads, latent))
+            q_pe = hidden_states.new_empty((rows, heads, rope))
+            # Without enable_inner_out the op does not touch it.
+            q_lora = hidden_states.new_empty((rows, rank) if hands_over else (1,))
+            preprocess(
+                hidden_states.contiguous(),
+                wdqkv,
+                descale0,
+                gamma1,
+                beta1,
+                wuq,
+                descale1,
+                gamma2,
+                cos,
+                sin,
+                wuk,
+                k_nope,
+                k_rope,
+                slot_mapping.to(torch.int32),
+                scale0,
+                offset0,
+                bias0,
+                scale1,
+                offset1,
+                bias1,
+                None,
+                None,
+                mode,
+                QUANT_MODE,
+                hands_over,
+                q_nope,
+                k_nope,
+                q_pe,
+                k_rope,
+                q_lora,
+            )
+            return PreprocessResult(q_nope, q_pe, q_lora if hands_over else None)
+
+        if prepared.offer.mode == ASCEND:
+            return ascend
 
         def path(
             hidden_states: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
