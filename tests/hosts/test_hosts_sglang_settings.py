@@ -148,6 +148,19 @@ def test_mlapo_off_is_absorb(make_context, value):
     ]
 
 
+@pytest.mark.parametrize("mlapo", [True, False])
+def test_a_prefill_worker_is_asked_for_nothing_unless_its_role_may_flip(mlapo):
+    """It only extends: no fused path serves that, and the variable does not steer it."""
+    settings = Settings(role="prefill", use_mlapo=mlapo)
+    assert deployment(settings).requests == ()
+    flips = Settings(role="prefill", use_mlapo=mlapo, role_switch=True)
+    assert [str(r) for r in deployment(flips).requests] == [
+        "path=fused" if mlapo else "path=absorb"
+    ]
+    promised = Environment.read({"NPU_BACKEND_SGLANG_PROMISES": "role_switch"})
+    assert len(deployment(settings, promised).requests) == 1
+
+
 def test_own_requests_stand_beside_it_and_a_path_replaces_it():
     settings = Settings(role="null", use_mlapo=True)
     beside = Environment.read({"NPU_BACKEND_SGLANG_REQUESTS": "v_up=torch.bmm"})

@@ -1,4 +1,4 @@
-"""``npu-backend plan --host sglang`` predicts what the adapter logs: same line, same fingerprint."""
+"""``npu-backend plan --host sglang`` predicts the line that the adapter logs, fingerprint too."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = [
         },
         {"SGLANG_NPU_USE_MLAPO": "1"},
     ),
+    ("prefill", {}, {"disaggregation_mode": "prefill"}, {"SGLANG_NPU_USE_MLAPO": "1"}),
     (
         "restore",
         {"dsa": True},
