@@ -97,18 +97,26 @@ def _chain(function: Any) -> Iterable[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _stale(name: str, original: Any) -> Iterable[str]:
-    """Yield what still calls the function as it was: module attributes, partials and tables."""
+def _stale(names: Mapping[int, str]) -> Iterable[str]:
+    """Yield what still calls a function as it was: module attributes, partials and tables.
+
+    Args:
+        names: Name of each function as it was, by its ``id``.
+    """
     for at, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or not at.startswith("sglang"):
             continue
         for attribute, value in list(vars(module).items()):
-            if value is original:
+            if (name := names.get(id(value))) is not None:
                 yield f"{at}.{attribute} is {name} as it was"
-            elif isinstance(value, functools.partial) and value.func is original:
-                yield f"{at}.{attribute} is a partial of {name} as it was"
-            elif isinstance(value, dict) and any(v is original for v in list(value.values())):
-                yield f"{at}.{attribute} holds {name} as it was"
+            elif isinstance(value, functools.partial):
+                if (name := names.get(id(value.func))) is not None:
+                    yield f"{at}.{attribute} is a partial of {name} as it was"
+            elif isinstance(value, dict):
+                # As dict has them: mappings that import what they hold are left asleep.
+                held = {names[id(v)] for v in list(dict.values(value)) if id(v) in names}
+                for name in sorted(held):
+                    yield f"{at}.{attribute} holds {name} as it was"
 
 
 def check_patched(
@@ -128,6 +136,7 @@ def check_patched(
         PlanMismatchError: One is not patched, or something still holds it as it was.
     """
     found: list[str] = []
+    originals: dict[int, str] = {}
     for target in targets:
         function = resolve(target)
         if not hasattr(function, "__wrapped__"):
@@ -135,8 +144,8 @@ def check_patched(
             continue
         if applied is not None and not applied(target):
             found.append(f"SGLang's registry did not apply the hooks of {target}")
-        original = list(_chain(function))[-1]
-        found += _stale(target.rpartition(".")[2], original)
+        originals[id(list(_chain(function))[-1])] = target.rpartition(".")[2]
+    found += _stale(originals)
     if found:
         raise PlanMismatchError(
             "SGLang is not patched as it should be",

@@ -130,6 +130,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "tensor": _marker("triton.language.tensor"),
         **{name: name for name in ("int1", "int8", "int32", "int64", "uint8", "uint32", "uint64")},
         **{name: name for name in ("float16", "bfloat16", "float32", "float64")},
+        "dtype": _marker("triton.language.dtype"),
     },
     "triton.language.core": {"_aggregate": _decorator},
     "triton.language.extra": {},
@@ -153,6 +154,11 @@ NAMES: dict[str, dict[str, Any]] = {
     "sgl_kernel_npu.kvcacheio": {
         name: _refusing(f"sgl_kernel_npu.kvcacheio.{name}")
         for name in ("TransferDirection", "transfer_kv_dim_exchange", "transfer_mamba_state")
+    },
+    "sgl_kernel_npu.attention": {},
+    "sgl_kernel_npu.attention.sinks_attention": {
+        name: _refusing(f"sgl_kernel_npu.attention.sinks_attention.{name}")
+        for name in ("attention_sinks_prefill_triton", "attention_sinks_triton")
     },
     "torchair": {"get_npu_backend": lambda compiler_config=None: "eager"},
     "torchair.ge_concrete_graph": {},
