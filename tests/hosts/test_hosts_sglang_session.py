@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace as Record
 
 import pytest
@@ -31,10 +32,17 @@ class UnquantizedLinearMethod:
     """Known by name, as SGLang's is."""
 
 
+@functools.cache
+def values(inside, outside, seed):
+    """Random weights, made once for all models of a seed."""
+    generator = torch.Generator().manual_seed(seed + inside + outside)
+    return torch.randn(outside, inside, generator=generator).to(torch.bfloat16) * 0.02
+
+
 class Linear(torch.nn.Module):
-    def __init__(self, inside, outside, generator):
+    def __init__(self, inside, outside, seed):
         super().__init__()
-        data = torch.randn(outside, inside, generator=generator).to(torch.bfloat16) * 0.02
+        data = values(inside, outside, seed).clone()
         self.weight = torch.nn.Parameter(data, requires_grad=False)
         self.quant_method = UnquantizedLinearMethod()
 
@@ -55,17 +63,17 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
 
     def __init__(self, layer_id=0, seed=0, **changes):
         super().__init__()
-        generator = torch.Generator().manual_seed(seed + layer_id)
+        seed += layer_id
         self.layer_id, self.is_nextn, self.use_dsa = layer_id, False, False
         self.hidden_size, self.num_heads, self.num_local_heads = HIDDEN, HEADS, HEADS
         self.q_lora_rank, self.kv_lora_rank = Q, KV
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = NOPE, ROPE, V
         self.indexer = self.skip_topk = self.next_skip_topk = self.alt_stream = None
         self.use_deepseek_yarn_rope = True
-        self.fused_qkv_a_proj_with_mqa = Linear(HIDDEN, Q + KV + ROPE, generator)
-        self.q_b_proj = Linear(Q, HEADS * (NOPE + ROPE), generator)
-        self.kv_b_proj = Linear(KV, HEADS * (NOPE + V), generator)
-        self.o_proj = Linear(HEADS * V, HIDDEN, generator)
+        self.fused_qkv_a_proj_with_mqa = Linear(HIDDEN, Q + KV + ROPE, seed)
+        self.q_b_proj = Linear(Q, HEADS * (NOPE + ROPE), seed)
+        self.kv_b_proj = Linear(KV, HEADS * (NOPE + V), seed)
+        self.o_proj = Linear(HEADS * V, HIDDEN, seed)
         self.q_a_layernorm, self.kv_a_layernorm = Norm(Q), Norm(KV)
         table = torch.arange(64.0)[:, None] / (10000 ** (torch.arange(0, ROPE, 2) / ROPE))
         self.rotary_emb = Record(cos_sin_cache=torch.cat((table.cos(), table.sin()), -1))
@@ -196,6 +204,55 @@ def test_what_goes_is_gone_before_there_is_a_pool_and_steps_are_served_after(loa
     assert output.shape == (3, HIDDEN)
     assert first.asked["save_kv_cache"] is False
     assert "topk_indices" not in first.asked
+
+
+def test_each_function_gives_as_many_values_as_sglang_unpacks_whatever_path_serves(loaded):
+    """0.5.23 unpacks eight results of mlaprolog into seven names."""
+    hook = routes.hooks(lambda layer_id, rows: rows)["npu_mla_preprocess"]
+    hidden = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
+    for mlapo in ("1", "0"):
+        _, runner = loaded({"SGLANG_NPU_USE_MLAPO": mlapo})
+        first, one, zero = runner.model.layers[0], batch("DECODE"), object()
+        found = hook(unreached, first, hidden, torch.arange(3), one, zero)
+        assert len(found) == 9
+        assert found[5] is one
+        assert found[6] is zero
+        assert len(step(first)) == 8
+        assert not hasattr(first, "mla_preprocess"), "SGLang's own object is never made"
+
+
+def test_a_layer_that_is_not_the_first_has_its_own_cos_and_sin(loaded):
+    """0.5.23 computes them in layer 0: stale on a later stage, or where it is no MLA layer."""
+    _, runner = loaded()
+    first, second = runner.model.layers
+    alone = [t.clone() for t in (step(second)[0], step(second)[2])]
+    hook = routes.hooks(lambda layer_id, rows: rows)["forward_mla_prepare_npu"]
+    other = torch.zeros(3, HIDDEN, dtype=torch.bfloat16)
+    hook(unreached, first, torch.arange(3) + 40, other, batch("DECODE"), None, False)
+    again = step(second)
+    assert torch.equal(alone[0], again[0])
+    assert torch.equal(alone[1], again[2])
+
+
+def test_an_indexer_s_own_query_runs_beside_the_path_on_the_module_s_stream():
+    """0.5.23 gives ``wait_event`` a stream; the runtime records an event and waits for that."""
+    asked = []
+
+    class Layer:
+        def preprocess_beside(self, *inputs, **more):
+            asked.append(more)
+            return "result", more["other"]()
+
+    route = routes.Route.__new__(routes.Route)
+    route.layer, route.other = Layer(), lambda hidden: hidden + 1
+    route.again, route.phases = (False, True), (None, routes.Phase.DECODE)
+    side = object()
+    one = Record(forward_mode=1, out_cache_loc=torch.tensor([1]))
+    found = route.preprocess(Record(alt_stream=side), torch.ones(1, 2), torch.tensor([0]), one)
+    assert found[0] == "result"
+    assert torch.equal(found[1], torch.full((1, 2), 2.0))
+    assert asked[0]["stream"] is side
+    assert asked[0]["phase"] is routes.Phase.DECODE
 
 
 def test_a_gate_is_applied_before_the_output_projection(loaded):
