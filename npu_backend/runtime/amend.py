@@ -6,7 +6,7 @@ A release may become a keep, never the reverse.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 import torch
@@ -58,6 +58,7 @@ def living_holders(
     *,
     host_keeps_storage: bool,
     elsewhere: Mapping[str, str] | None = None,
+    gone: Collection[str] = (),
 ) -> dict[str, str]:
     """Return the weights planned to go whose storage something else keeps, and what does.
 
@@ -68,9 +69,12 @@ def living_holders(
         host_keeps_storage: Holders that neither the caller named nor Python sees are then the
             host's C++ and expected.
         elsewhere: Weights that another bound layer still reads, and which.
+        gone: Weights that are released already.
     """
     found: dict[str, str] = {}
     for row in plan.released():
+        if row.name in gone:
+            continue
         tensor = weights[row.name]
         if elsewhere is not None and row.name in elsewhere:
             found[row.name] = elsewhere[row.name]

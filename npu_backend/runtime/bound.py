@@ -184,8 +184,8 @@ class BoundLayer:
         """Free exactly what ``plan`` says; validated first, destroyed last.
 
         A weight whose storage something keeps alive by now, or which another bound layer reads, is
-        kept, and the plan amended. A second
-        call returns the same ledger. Where the bytes freed are not those planned, a warning names
+        kept, and the plan amended. A second call returns the same ledger; after :meth:`restore`
+        it frees what came back. Where the bytes freed are not those planned, a warning names
         who still holds them.
 
         Args:
@@ -197,7 +197,8 @@ class BoundLayer:
         """
         if self._updating:
             raise refusals.updating(self.plan)(0)
-        if self.ledger is None:
+        before, gone = self.ledger, tuple(self._gone)
+        if before is None or any(r.name not in gone for r in self.plan.released()):
             refuse_buried(self.plan, self.weights, self._gone, "release() came")
             if changed := self._changed():
                 # The copies are old, and the originals would be gone.
@@ -212,8 +213,12 @@ class BoundLayer:
                 device=self.device,
                 reload=self._reload,
                 elsewhere=read_elsewhere(self),
+                gone=gone,
             )
             self._gone += [row.name for row in self.ledger.rows]
+            if before is not None:
+                # Of what stayed away the account stands already.
+                self.ledger = before.plus(self.ledger)
             self._watch()
             if not self.ledger.agrees:
                 warnings.warn(
@@ -221,6 +226,7 @@ class BoundLayer:
                 )
             if empty_cache and self.device.type == "npu":
                 torch.get_device_module(self.device).empty_cache()
+        assert self.ledger is not None
         return self.ledger
 
     def restore(self) -> tuple[str, ...]:

@@ -112,6 +112,12 @@ class Ledger:
         slack = allocator_slack(self.allocator, len(self.rows))
         return 0 <= self.allocator_freed - self.freed <= slack
 
+    def plus(self, later: Ledger) -> Ledger:
+        """Return the account of this release and of a later one of other weights."""
+        both = (self.allocator_freed, later.allocator_freed)
+        freed = None if None in both else sum(n for n in both if n is not None)
+        return Ledger(self.layer_id, (*self.rows, *later.rows), self.allocator, freed)
+
     def difference(self) -> str:
         """Return in words how bytes freed differ from bytes planned, and who holds them."""
         held = [f"{r.name} is held by {r.held_by}" for r in self.rows if r.held_by]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -191,6 +191,7 @@ def release_layer(
     device: torch.device,
     reload: Callable[[str], torch.Tensor] | None = None,
     elsewhere: Mapping[str, str] | None = None,
+    gone: Collection[str] = (),
 ) -> tuple[LayerPlan, Ledger, dict[str, Back]]:
     """Free what the plan releases. Everything that can fail comes before the first byte goes.
 
@@ -204,6 +205,7 @@ def release_layer(
         device: The layer's device.
         reload: As for :func:`npu_backend.runtime.bind`.
         elsewhere: Weights that another bound layer still reads, and which layer.
+        gone: Weights that are released already, where others of the layer came back.
 
     Returns:
         The plan, amended where something came to share a storage since; the ledger; and the host
@@ -214,10 +216,15 @@ def release_layer(
     """
     _refuse(plan, prepared, captured)
     held = living_holders(
-        plan, weights, others, host_keeps_storage=host_keeps_storage, elsewhere=elsewhere
+        plan,
+        weights,
+        others,
+        host_keeps_storage=host_keeps_storage,
+        elsewhere=elsewhere,
+        gone=gone,
     )
     plan = keep_aliased(plan, held)
-    going = plan.released()
+    going = [row for row in plan.released() if row.name not in gone]
     copies: dict[str, Back] = {
         r.name: HostCopy.of(weights[r.name])
         if reload is None
