@@ -56,7 +56,7 @@ def tp_group(context: Any) -> dist.ProcessGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    if context.get_exec().moe.elastic_ep_backend is not None:
+    if context.get_exec().moe.elastic_ep_backend not in (None, "none"):
         raise RuntimeError(
             "ranks may join later (elastic_ep_backend), and those before cannot agree with them"
         )
