@@ -28,6 +28,7 @@ def context(**changes):
             "dcp_size": 1,
             "pp_size": 1,
             "enable_attn_tp_input_scattered": False,
+            "tp_group": None,
         },
         "model": {
             "kv_cache_dtype": "auto",
@@ -55,9 +56,12 @@ def context(**changes):
             "features": Record(enable_memory_saver=False, enable_weights_cpu_backup=False),
             "graph": Record(cuda_graph_config=Record(decode=disabled, prefill=disabled)),
             "offload": Record(cpu_offload_gb=0, offload_group_size=-1),
+            "moe": Record(elastic_ep_backend=None),
             "deterministic": Record(enable_deterministic_inference=False),
         },
     }
+    if "elastic_ep_backend" in changes:
+        changes["moe"] = Record(elastic_ep_backend=changes.pop("elastic_ep_backend"))
     for name, value in changes.items():
         (bag,) = [bag for bag in bags.values() if name in bag]
         bag[name] = value

@@ -462,6 +462,20 @@ def test_a_group_that_cannot_be_known_leaves_sglang_alone(loaded, monkeypatch, c
     assert not is_tombstone(runner.model.layers[0].w_kc)
 
 
+def test_ranks_that_may_join_later_are_no_group_to_agree_with(make_context, monkeypatch):
+    from npu_backend.hosts.sglang import ranks
+
+    group = Record(world_size=4, cpu_group="cpu group")
+    made = make_context(tp_group=group, elastic_ep_backend=None)
+    assert ranks.tp_group(made) is None, "no process group at all"
+    monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
+    assert ranks.tp_group(made) == "cpu group"
+    with pytest.raises(RuntimeError, match="join later"):
+        ranks.tp_group(make_context(tp_group=group, elastic_ep_backend="mooncake"))
+    alone = make_context(tp_group=Record(world_size=1, cpu_group="own"), elastic_ep_backend=None)
+    assert ranks.tp_group(alone) is None
+
+
 # --- shadow ---------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def scenario(name: str, environ: dict[str, str]) -> dict[str, Any]:
         stack.enter_context(context.get_parallel().override(tp_group=group, **here))
         model = build(config_of(layers=2))
         if RANK == 1 and name == "alias":
-            kept.append(attentions(model)[1].w_kc.view(-1, 512)[:1])
+            kept.append(attentions(model)[1].w_kc[:1])
         bind, release = session.bind, session.prepare_and_release
         if RANK == 1 and name == "unbound":
             session.bind = failing("no memory to prepare with")
