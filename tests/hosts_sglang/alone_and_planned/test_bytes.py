@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from sglang_world.cases import CASES, Case
+from sglang_world.cases import COMPARED, Case
 from sglang_world.engine import HEADS, HIDDEN
 
 Q_LORA, LATENT, NOPE, ROPE, V = 1536, 512, 128, 64, 128
@@ -71,7 +71,7 @@ def _freed_more(case: Case) -> set[str]:
     return (DSA if case.model.dsa else MLA)[case.path, case.role]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
 def test_sglang_with_the_plugin_holds_less_by_the_weights_that_only_the_plan_frees(case, pair):
     alone, planned = pair
     weights = _freed_more(case)
@@ -81,7 +81,7 @@ def test_sglang_with_the_plugin_holds_less_by_the_weights_that_only_the_plan_fre
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if not _freed_more(case)], ids=lambda case: case.name
+    "case", [case for case in COMPARED if not _freed_more(case)], ids=lambda case: case.name
 )
 def test_where_nothing_more_is_freed_every_weight_has_a_reader(case, pair):
     _, planned = pair
@@ -91,7 +91,7 @@ def test_where_nothing_more_is_freed_every_weight_has_a_reader(case, pair):
     assert "host:mha@extend" in kept["kv_b_proj"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
 def test_with_the_plugin_no_step_frees_or_takes_bytes(case, pair):
     _, planned = pair
     assert abs(planned["held"] - planned["start"]) <= LEFT_BY_STEPS

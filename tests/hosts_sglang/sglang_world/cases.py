@@ -6,7 +6,7 @@ from attrs import frozen
 
 from sglang_world.engine import Model, Step
 
-__all__ = ["CASES", "REFERRED", "Case"]
+__all__ = ["CASES", "COMPARED", "REFERRED", "Case"]
 
 ROLES = ("null", "prefill", "decode")
 _EXTEND = (Step(mode="EXTEND", rows=5, seen=0), Step(mode="EXTEND", rows=3, seen=5))
@@ -84,3 +84,5 @@ CASES: tuple[Case, ...] = (
 
 REFERRED: tuple[Case, ...] = tuple(c for c in CASES if c.path == "mlaprolog" and not c.model.dsa)
 """Cases that are held against the reference of the op instead of SGLang alone."""
+COMPARED: tuple[Case, ...] = tuple(c for c in CASES if c not in REFERRED)
+"""Cases that SGLang runs alone and planned."""
