@@ -6,7 +6,7 @@ plan; nothing of it decides anything. Sources stand beside each rule set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import frozen

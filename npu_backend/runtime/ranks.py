@@ -27,13 +27,23 @@ class _Mine:
     decisions: Any
 
 
+def _told(plan: LayerPlan) -> dict[str, Any]:
+    """Return a layer's decisions with weights by name, as differences are told."""
+    decisions = plan.decisions()
+    weights = {
+        name: {"dtype": dtype, "bytes": size, "action": action}
+        for name, dtype, size, action in decisions["weights"]
+    }
+    return {**decisions, "weights": weights}
+
+
 def _describe(plan: LayerPlan | ModelPlan | Iterable[LayerPlan] | str) -> _Mine:
     if isinstance(plan, str):
         return _Mine(plan, None)
     if isinstance(plan, LayerPlan):
-        return _Mine(plan.fingerprint, plan.decisions())
+        return _Mine(plan.fingerprint, _told(plan))
     layers = tuple(plan)
-    decisions = {f"layer {layer.layer_id}": layer.decisions() for layer in layers}
+    decisions = {f"layer {layer.layer_id}": _told(layer) for layer in layers}
     digest = (
         plan.fingerprint
         if isinstance(plan, ModelPlan)

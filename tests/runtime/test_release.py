@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npu_backend import Phase, PrepareError, WeightReleasedError
+from npu_backend.model.records import Indexer
 from npu_backend.runtime import LayerCache, bind, is_tombstone
 from npu_backend.runtime.storages import StorageWatch
 
@@ -305,3 +306,23 @@ def test_decode_and_target_verify_agree_before_and_after(h):
         layer.release()
     for before, after in zip(*twice, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_came_back_goes_again_beside_what_was_released_for_good(h):
+    """A role that may flip: kv_b_proj of a DSA layer is read by nobody, w_kc by the other role."""
+    dsa = h.fused_layer(indexer=Indexer("own"))
+    layer, weights = _released(h, dsa, promises="role_switch", restore=True)
+    layer.release()
+    actions = {r.name: r.action for r in layer.plan.released()}
+    assert set(actions.values()) == {"release", "restore"}
+    freed = layer.ledger.freed
+    back = set(layer.restore())
+    assert back == {name for name, action in actions.items() if action == "restore"}
+    assert not any(is_tombstone(weights[name]) for name in back)
+
+    ledger = layer.release()
+
+    assert all(is_tombstone(weights[name]) for name in actions)
+    assert ledger.freed == freed
+    assert set(layer.released) == set(actions)
+    assert layer.release() is ledger

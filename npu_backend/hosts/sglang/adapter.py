@@ -144,9 +144,16 @@ class Adapter:
             PlanMismatchError: The ranks' plans differ, or one failed after bytes were freed; or
                 under ``NPU_BACKEND_STRICT=1`` for whatever lets SGLang run alone.
         """
+        if id(runner.model) in self.sessions:
+            return
         context = import_module("sglang.srt.runtime_context")
-        group = tp_group(context)
+        try:
+            group, unknown = tp_group(context), None
+        except (AttributeError, RuntimeError, ValueError) as err:
+            # Without a context there is no group to talk to, on any rank alike.
+            group, unknown = None, err
         plan, modules, failure = self._planned(runner, context)
+        failure = failure or unknown
         verdict = agree(failure, group)
         if not verdict.go_on:
             self._stand_aside(verdict, failure)
@@ -196,6 +203,7 @@ class Adapter:
             settings,
             config=config,
             kv_dtype=str(runner.kv_cache_dtype).removeprefix("torch."),
+            is_draft=bool(runner.is_draft_worker),
         )
         if not modules:
             return None, []

@@ -49,9 +49,17 @@ class Verdict:
 
 
 def tp_group(context: Any) -> dist.ProcessGroup | None:
-    """Return the CPU group of this rank's TP group, or None where there is one rank."""
+    """Return the CPU group of this rank's TP group, or None where there is one rank.
+
+    Raises:
+        RuntimeError: The group cannot be asked: it is not there, or ranks may join it later.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    if context.get_exec().moe.elastic_ep_backend not in (None, "none"):
+        raise RuntimeError(
+            "ranks may join later (elastic_ep_backend), and those before cannot agree with them"
+        )
     group = context.get_parallel().tp_group
     return group.cpu_group if group.world_size > 1 else None
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attrs import frozen
 
 from npu_backend.catalog import Catalog
-from npu_backend.deployment import Deployment, KernelLibrary, Phase
+from npu_backend.deployment import Deployment, KernelLibrary, Phase, Role
 from npu_backend.errors import DeploymentError
 from npu_backend.hosts.sglang.environment import Environment
 
@@ -229,17 +229,18 @@ def _bounds(settings: Settings, *, is_draft: bool) -> dict[Phase, int]:
     return {p: -(-rows // part) * part for p, rows in found.items() if rows is not None}
 
 
-def _requests(settings: Settings, environment: Environment, *, is_draft: bool) -> tuple[str, ...]:
+def _requests(
+    settings: Settings, environment: Environment, promises: Collection[str], *, is_draft: bool
+) -> tuple[str, ...]:
     """``SGLANG_NPU_USE_MLAPO=1`` is ``path=fused``, unset it is ``path=absorb``.
 
-    The variable decides what a decoding worker runs. A prefill worker extends only, by SGLang's own
-    MHA or by absorb whatever the variable says, so there it is no request, which could not be met.
+    A prefill worker only extends, which no fused path serves and which the variable does not steer:
+    nothing is asked for there.
     """
     path = "fused" if settings.use_mlapo else "absorb"
     own = [f"path={path}", f"path={path}@nextn"]
-    decodes = settings.role != "prefill" or settings.role_switch
-    decodes = decodes or "role_switch" in environment.promises
-    if not decodes or any(text.startswith("path=") for text in environment.requests):
+    only_extends = settings.role == Role.PREFILL.value and "role_switch" not in promises
+    if only_extends or any(text.startswith("path=") for text in environment.requests):
         own = []
     # A path binds main layers or, with @nextn, MTP layers; a runner has one kind of them.
     return (*(r for r in own if r.endswith("@nextn") == is_draft), *environment.requests)
@@ -290,7 +291,7 @@ def deployment_of(
         context_parallel_size=settings.context_parallel_size,
         host="sglang",
         max_tokens=_bounds(settings, is_draft=is_draft) or None,
-        requests=_requests(settings, environment, is_draft=is_draft),
+        requests=_requests(settings, environment, promises, is_draft=is_draft),
         graph_capture=settings.graph_rows is not None,
         batch_invariant=settings.deterministic,
         promises=promises,

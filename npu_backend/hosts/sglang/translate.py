@@ -3,7 +3,7 @@ what runs; they only tell what a module *is*: which quantization, whether it has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from npu_backend.errors import ModelError
@@ -154,6 +154,19 @@ def _projections(attention: Any) -> tuple[str, ...]:
     return ("fused_qkv_a_proj", "q_b_proj", "kv_b_proj")
 
 
+def _check_lora(whom: str, modules: Mapping[str, Any]) -> None:
+    """Refuse wrapped projections: a path reads the weight, and would leave the deltas out."""
+    found = [name for name, module in modules.items() if "BaseLayerWithLoRA" in _names(module)]
+    if found:
+        raise ModelError(
+            "LoRA is on projections of the layer",
+            whom=whom,
+            why=f"SGLang adds an adapter's deltas in its own modules: {', '.join(found)}",
+            remedy="leave these out of --lora-target-modules, or set NPU_BACKEND_SGLANG=0",
+            code="promise.lora",
+        )
+
+
 def _check_numerics(attention: Any, modules: Iterable[Any]) -> None:
     """Refuse biases: no path here adds one."""
     norms = [attention.kv_a_layernorm, getattr(attention, "q_a_layernorm", None)]
@@ -192,6 +205,7 @@ def layer_of(
     model_type: str = "",
     first_nextn: int = 0,
     kv_dtype: str | None = None,
+    is_draft: bool = False,
 ) -> MlaLayer:
     """Return the record of one attention module, once its weights are loaded.
 
@@ -201,6 +215,7 @@ def layer_of(
         model_type: ``model_type`` of the config.
         first_nextn: Id of the first MTP layer: SGLang numbers a draft model's layers from 0.
         kv_dtype: What this runner's pool will hold; default: the server argument.
+        is_draft: The module is of a draft model, which runs the phases of an MTP layer.
 
     Raises:
         ModelError: Something of it is not translated; with the reason.
@@ -215,6 +230,8 @@ def layer_of(
         )
     names = _projections(attention)
     modules = {name: getattr(attention, MODULES[name]) for name in names}
+    is_nextn = bool(attention.is_nextn) or is_draft
+    _check_lora(whom, modules)
     _check_numerics(attention, modules.values())
     quant = {name: quantization(module, f"{whom}, {name}") for name, module in modules.items()}
     dtype = _dtype(attention.kv_a_layernorm.weight)
@@ -232,8 +249,8 @@ def layer_of(
     }
     held = _dtype(attention.w_kc)
     return MlaLayer(
-        layer_id=int(attention.layer_id) + (first_nextn if attention.is_nextn else 0),
-        is_nextn=bool(attention.is_nextn),
+        layer_id=int(attention.layer_id) + (first_nextn if is_nextn else 0),
+        is_nextn=is_nextn,
         model_type=model_type,
         hidden_size=attention.hidden_size,
         num_heads=attention.num_heads,
@@ -256,7 +273,12 @@ def layer_of(
 
 
 def layers_of(
-    model: Any, settings: Settings, *, config: Any = None, kv_dtype: str | None = None
+    model: Any,
+    settings: Settings,
+    *,
+    config: Any = None,
+    kv_dtype: str | None = None,
+    is_draft: bool = False,
 ) -> list[tuple[Any, MlaLayer]]:
     """Return the attention modules of a loaded model with their records, in layer order.
 
@@ -276,6 +298,7 @@ def layers_of(
                 model_type=str(getattr(config, "model_type", "") or ""),
                 first_nextn=first,
                 kv_dtype=kv_dtype,
+                is_draft=is_draft,
             ),
         )
         for attention in attentions(model)

@@ -43,12 +43,13 @@ def scenario(name: str, environ: dict[str, str]) -> dict[str, Any]:
     error, kept = None, []
     adapter = make_adapter(environ)
     with ExitStack() as stack:
-        context = stack.enter_context(published(disaggregation_mode="decode"))
+        context = stack.enter_context(published(disaggregation_mode="decode", tp_size=2))
         group = types.SimpleNamespace(cpu_group=dist.group.WORLD, world_size=2)
-        stack.enter_context(context.get_parallel().override(tp_group=group))
+        here = {"tp_rank": RANK, "attn_tp_rank": RANK}
+        stack.enter_context(context.get_parallel().override(tp_group=group, **here))
         model = build(config_of(layers=2))
         if RANK == 1 and name == "alias":
-            kept.append(attentions(model)[1].w_kc.view(-1, 512)[:1])
+            kept.append(attentions(model)[1].w_kc[:1])
         bind, release = session.bind, session.prepare_and_release
         if RANK == 1 and name == "unbound":
             session.bind = failing("no memory to prepare with")

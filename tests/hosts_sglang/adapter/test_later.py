@@ -224,6 +224,13 @@ class Scheduler:
         pass
 
 
+@pytest.fixture(autouse=True)
+def _no_queues(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no queues and caches of a role here to tear down."""
+    module = import_module("sglang.srt.disaggregation.role_switch")
+    monkeypatch.setattr(module, "teardown_disaggregation", lambda scheduler: None)
+
+
 def switch(scheduler: Scheduler, role: str, **more: Any) -> Any:
     """Ask for a role by SGLang's own handler, with whatever hooks stand around it."""
     request = import_module("sglang.srt.managers.io_struct").PdRoleSwitchReqInput

@@ -1,0 +1,57 @@
+"""mlaprolog on layers without indexer, where SGLang's own cannot run: against the op's reference.
+
+The reference computes on the CPU from the weights as SGLang loaded them; a chip's numerics are not
+in it. It and the simulated op share no code.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from sglang_world.cases import REFERRED
+
+ULP = 2.0**-7
+"""Relative distance of neighbouring bfloat16 numbers, at most."""
+
+cases = pytest.mark.parametrize("case", REFERRED, ids=lambda case: case.name)
+
+
+@cases
+def test_queries_and_caches_are_those_of_the_reference(case, pair):
+    _, planned = pair
+    assert len(planned["steps"]) == 2
+    for step in planned["steps"]:
+        for name, (found, wanted) in step.items():
+            # Two orders of summation in float32 may round one step apart.
+            assert torch.allclose(found.float(), wanted.float(), rtol=2 * ULP, atol=1e-3), name
+            assert (found != wanted).float().mean() < 0.02, name
+
+
+@cases
+def test_the_plan_runs_mlaprolog(case, pair):
+    _, planned = pair
+    path = json.loads(planned["plan"])["layers"][0]["path"]
+    assert {e["strategy"] for e in path if "decode" in e["phases"]} == {"mlaprolog"}
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in REFERRED if c.model.ignores], ids=lambda case: case.name
+)
+def test_sglang_alone_cannot_run_it_eight_results_are_unpacked_into_seven_names(case, pair):
+    alone, _ = pair
+    assert alone["error"].startswith("ValueError: too many values to unpack (expected 7")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in REFERRED if not c.model.ignores and c.model.quant == "none"],
+    ids=lambda case: case.name,
+)
+def test_where_sglang_alone_absorbs_the_plan_s_mlaprolog_is_within_bfloat16_of_it(case, pair):
+    alone, planned = pair
+    for mine, theirs in zip(planned["steps"], alone["steps"], strict=True):
+        for name in mine:
+            one, other = (side[name][0].float() for side in (mine, theirs))
+            assert (one - other).abs().max() <= 4 * ULP * other.abs().max(), name
