@@ -422,8 +422,8 @@ def test_a_failure_after_binding_leaves_everything_as_it_was(loaded, monkeypatch
 
     bind = session.bind
 
-    def failing(plan, tensors):
-        bound = bind(plan, tensors)
+    def failing(plan, tensors, **options):
+        bound = bind(plan, tensors, **options)
         if plan.layer_id == 1:
             raise PrepareError("no room", whom="layer 1", why="x", remedy="y")
         return bound
