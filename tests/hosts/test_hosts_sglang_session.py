@@ -443,6 +443,23 @@ def test_a_failure_after_binding_leaves_everything_as_it_was(loaded, monkeypatch
     assert "no room" in caplog.text
 
 
+def test_strides_come_back_where_a_kernel_had_its_weight_turned():
+    """SGLang's own release is a copy's only while w_kc is strided: facts of its loader."""
+    from npu_backend.hosts.sglang.translate import layer_of
+    from npu_backend.hosts.sglang.weights import HostWeights
+
+    attention = DeepseekV2AttentionMLA()
+    attention.post_load()
+    before, values = attention.w_kc.stride(), attention.w_kc.clone()
+    layer = layer_of(attention, adapters.read_settings(context(), {}))
+    weights = HostWeights(attention, layer)
+    attention.w_kc.data = attention.w_kc.data.contiguous()
+    assert attention.w_kc.stride() != before
+    weights.as_loaded()
+    assert attention.w_kc.stride() == before
+    assert torch.equal(attention.w_kc, values)
+
+
 def test_reasons_that_ranks_share_are_told_once_with_the_ranks():
     verdict = Verdict(((0, "a"), (2, "a"), (3, "b")), rank=2)
     assert not verdict.go_on
@@ -520,6 +537,15 @@ def test_a_release_that_nobody_reads_is_none_of_shadow_s_business(loaded):
     layers[0].w_kc.untyped_storage().resize_(0)
     shadow.stepped(layers[0], "mlaprolog", batch("DECODE").forward_mode, 3)
     assert shadow.differences == []
+
+
+def test_what_the_plan_absorbs_with_is_not_read_where_sglang_has_a_copy(loaded):
+    """SGLang's preprocess object absorbs with its own copy of w_kc in every phase but extend."""
+    shadow, layers = shadowed(loaded, SGLANG_NPU_USE_MLAPO="0")
+    assert "q_absorb@decode" in shadow.plan.layers[0].weight("w_kc").readers
+    layers[0].w_kc.untyped_storage().resize_(0)
+    shadow.stepped(layers[0], "absorb", batch("DECODE").forward_mode, 3)
+    assert [str(d) for d in shadow.differences] == ["layer 0: SGLang freed w_kc, the plan keeps it"]
 
 
 def test_the_watching_hooks_change_nothing(loaded):
