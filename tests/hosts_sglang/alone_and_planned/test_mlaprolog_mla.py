@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from sglang_world.cases import REFERRED
 
 ULP = 2.0**-7
