@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from sglang_world.cases import REFERRED
 
 ULP = 2.0**-7
@@ -18,15 +17,20 @@ ULP = 2.0**-7
 cases = pytest.mark.parametrize("case", REFERRED, ids=lambda case: case.name)
 
 
+APART = {"none": 0.0, "q_b": ULP, "dynamic": 2 / 127}
+"""How far the largest element may be off. Without quantization nothing is; mode 1 rounds the query
+once more before it is rotated; in mode 2 a value of the compressed query that is rounded to int8
+may fall one step apart."""
+
+
 @cases
 def test_queries_and_caches_are_those_of_the_reference(case, pair):
     _, planned = pair
     assert len(planned["steps"]) == 2
     for step in planned["steps"]:
         for name, (found, wanted) in step.items():
-            # Two orders of summation in float32 may round one step apart.
-            assert torch.allclose(found.float(), wanted.float(), rtol=2 * ULP, atol=1e-3), name
-            assert (found != wanted).float().mean() < 0.02, name
+            apart = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+            assert apart <= APART[case.model.quant], name
 
 
 @cases
