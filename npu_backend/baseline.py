@@ -6,7 +6,7 @@ plan; nothing of it decides anything. Sources stand beside each rule set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -19,7 +19,7 @@ from npu_backend.model.weights import loaded_weights
 from npu_backend.plan import LayerPlan, ModelPlan
 from npu_backend.planner.readers import Readers, add_promised
 
-__all__ = ["BASELINES", "Baseline", "BaselineLayer", "EngineRules", "baseline_of"]
+__all__ = ["BASELINES", "Baseline", "BaselineLayer", "EngineRules", "baseline_of", "dead_bytes"]
 
 QKV_A, Q_B, Q, KV_B = "fused_qkv_a_proj", "q_b_proj", "q_proj", "kv_b_proj"
 W_KC = "w_kc"
@@ -317,3 +317,13 @@ def baseline_of(plan: ModelPlan, name: str) -> Baseline:
             remedy="name one of them",
         )
     return Baseline(rules, tuple(_layer(layer, rules) for layer in plan.layers))
+
+
+def dead_bytes(plans: Iterable[LayerPlan]) -> int:
+    """Return the bytes of loaded weights that nobody reads and that the plans keep all the same."""
+    return sum(
+        row.bytes
+        for plan in plans
+        for row in plan.weights
+        if row.copy_of is None and row.action == "keep" and not row.readers
+    )

@@ -8,7 +8,7 @@ import click
 from attrs import frozen
 from rich.markup import escape
 
-from npu_backend.baseline import BASELINES, Baseline, baseline_of
+from npu_backend.baseline import BASELINES, Baseline, baseline_of, dead_bytes
 from npu_backend.cli.options import F, apply_options
 from npu_backend.explain import format_bytes
 from npu_backend.hbm import KvBudget, kv_tokens, parse_bytes
@@ -73,15 +73,6 @@ class Memory:
         return found
 
 
-def _dead(plan: ModelPlan) -> int:
-    return sum(
-        row.bytes
-        for layer in plan.layers
-        for row in layer.weights
-        if row.copy_of is None and row.action == "keep" and not row.readers
-    )
-
-
 def memory_view(plan: ModelPlan, options: dict[str, Any]) -> Memory:
     """Return what the options ask for.
 
@@ -98,7 +89,7 @@ def memory_view(plan: ModelPlan, options: dict[str, Any]) -> Memory:
             options["mem_fraction"],
             None if loaded is None else parse_bytes(loaded, "--loaded-bytes"),
         )
-    return Memory(baselines, budget, _dead(plan))
+    return Memory(baselines, budget, dead_bytes(plan))
 
 
 def _ratio(one: int, other: int) -> str:

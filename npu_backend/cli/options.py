@@ -156,6 +156,13 @@ def model_and_deployment_options(function: F) -> F:
                 metavar="PA_BSND|PA_NZ|...",
                 help="How the KV cache is laid out.",
             ),
+            click.option(
+                "--rope-layout",
+                default="half",
+                show_default=True,
+                type=click.Choice(["half", "interleaved"]),
+                help="How rotated key components stand in the KV cache.",
+            ),
             click.option("--host", metavar="|".join(HOSTS), help="The engine that serves."),
             click.option(
                 "--phases",
@@ -347,6 +354,7 @@ def plan_from(options: dict[str, Any], **installed: str | None) -> Planned:
         block_size=options["block_size"],
         kv_dtype=options["kv_dtype"],
         cache_mode=options["cache_mode"],
+        rope_layout=options["rope_layout"],
         host=host,
         layers=options["layers"],
         catalog=backend.catalog,

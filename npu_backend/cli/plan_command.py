@@ -36,4 +36,8 @@ def command(**options: Any) -> int:
 
         render_plan(planned.plan)
         render_memory(planned.plan, memory)
+        if planned.plan.deployment.host == "sglang":
+            from npu_backend.hosts.sglang.log import plan_line
+
+            click.echo(f"SGLang logs: {plan_line(planned.plan)}")
     return 0

@@ -64,13 +64,20 @@ class Model(Sequence[MlaLayer]):
 
 
 def _check_arguments(
-    quant: str, dtype: str, kv_dtype: str, cache_mode: str, block_size: int, host: str | None
+    quant: str,
+    dtype: str,
+    kv_dtype: str,
+    cache_mode: str,
+    rope_layout: str,
+    block_size: int,
+    host: str | None,
 ) -> None:
     given = (
         ("quantization", quant, QUANT_KINDS),
         ("dtype", dtype, DTYPES),
         ("dtype of a KV cache", kv_dtype, KV_DTYPES),
         ("cache mode", cache_mode, CACHE_MODES),
+        ("layout of rotated keys", rope_layout, ("half", "interleaved")),
     )
     for what, value, known in (*given, *((("host", host, HOSTS),) if host is not None else ())):
         if value not in known:
@@ -158,6 +165,7 @@ class _Builder:
         dtype: str,
         kv: tuple[str, str, int],
         host: str | None,
+        rope_layout: str,
     ) -> None:
         config = resolver.config
         self.resolver = resolver
@@ -176,7 +184,7 @@ class _Builder:
             **config.dims,
             "model_type": config.model_type,
             "dtype": dtype,
-            "kv_layout": KvLayout(*kv, rope="half" if rope else "none"),
+            "kv_layout": KvLayout(*kv, rope=rope_layout if rope else "none"),
             "w_kc_layout": "contiguous" if flat else "strided",
             "w_vc_layout": "strided" if strided_v else "contiguous",
         }
@@ -228,6 +236,7 @@ def read_model(
     block_size: int = 128,
     kv_dtype: str | None = None,
     cache_mode: str = "PA_BSND",
+    rope_layout: str = "half",
     host: str | None = None,
     layers: str | Iterable[int] | None = None,
     catalog: Catalog | None = None,
@@ -245,6 +254,7 @@ def read_model(
         block_size: Tokens in one block of the KV cache.
         kv_dtype: What the KV cache holds, see :class:`KvLayout`; None for ``dtype``.
         cache_mode: How the KV cache is laid out, such as ``PA_BSND`` or ``PA_NZ``.
+        rope_layout: How rotated key components stand in the cache, ``half`` or ``interleaved``.
         host: ``sglang``, ``vllm-ascend`` or None: who leaves ``w_kc`` and ``w_vc`` in which layout.
         layers: Ids of the layers to read, as ``"0-2,78"`` or numbers; None for all.
         catalog: The catalog with the bundled models; default the bundled catalog.
@@ -254,12 +264,12 @@ def read_model(
             the model is not MLA.
     """
     holds = kv_dtype or dtype
-    _check_arguments(quant, dtype, holds, cache_mode, block_size, host)
+    _check_arguments(quant, dtype, holds, cache_mode, rope_layout, block_size, host)
     source = locate(model, load_catalog() if catalog is None else catalog)
     config = parse_config(source.raw, source.where)
     resolver, files = _resolver(source, config, quant)
     sites = _sites(resolver, layers, source.where)
-    builder = _Builder(resolver, dtype, (cache_mode, holds, block_size), host)
+    builder = _Builder(resolver, dtype, (cache_mode, holds, block_size), host, rope_layout)
     built = tuple(builder.layer(site) for site in sites)
     info = ModelInfo(
         name=source.name,

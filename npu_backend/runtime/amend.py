@@ -17,7 +17,7 @@ from npu_backend.plan import LayerPlan, WeightPlan
 from npu_backend.runtime.culprits import culprits, tensors_on
 from npu_backend.runtime.impl import Unit
 from npu_backend.runtime.storages import holders, span, unnamed_holders
-from npu_backend.runtime.tombstone import unswappable
+from npu_backend.runtime.tombstone import is_tombstone, unswappable
 
 __all__ = ["AliasWarning", "check_copies", "keep_aliased", "living_holders", "tensor_bytes"]
 
@@ -72,6 +72,8 @@ def living_holders(
     found: dict[str, str] = {}
     for row in plan.released():
         tensor = weights[row.name]
+        if is_tombstone(tensor):
+            continue
         if elsewhere is not None and row.name in elsewhere:
             found[row.name] = elsewhere[row.name]
             continue

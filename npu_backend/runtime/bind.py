@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -155,6 +157,7 @@ def bind(
     also_alive: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = (),
     captured: bool = False,
     reload: Callable[[str], torch.Tensor] | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> BoundLayer:
     """Bind one layer's plan to its tensors. Nothing is prepared, changed or freed yet.
 
@@ -172,6 +175,8 @@ def bind(
         captured: Graphs were captured already, so nothing may be released.
         reload: Returns a weight by its name, on any device: restorable weights then come back by it
             and leave no copy in host memory.
+        within: Entered around all that looks at original weights: a host that keeps them in another
+            form (turned, say) shows them in the planner's inside.
 
     Returns:
         The layer; ``layer.plan`` is the amended plan, in which a weight whose storage something
@@ -183,18 +188,19 @@ def bind(
         SchemaMismatchError: A planned op is absent, or its schema is not the catalog's.
     """
     _check_reach(plan)
-    device = _check(plan, weights, cache)
-    ops = ops_for(device, plan.deployment)
-    units = _units(plan, weights, ops, device)
-    for unit in units.values():
-        ops.check(unit.ops(), unit.whom)
     named = (
         dict(also_alive)
         if isinstance(also_alive, Mapping)
         else {f"also_alive[{i}]": t for i, t in enumerate(also_alive)}
     )
-    others = {**({} if cache is None else cache.tensors()), **named}
-    held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
+    with within():
+        device = _check(plan, weights, cache)
+        ops = ops_for(device, plan.deployment)
+        units = _units(plan, weights, ops, device)
+        for unit in units.values():
+            ops.check(unit.ops(), unit.whom)
+        others = {**({} if cache is None else cache.tensors()), **named}
+        held = living_holders(plan, weights, others, host_keeps_storage=host_keeps_storage)
     return BoundLayer(
         plan=keep_aliased(plan, held),
         weights=weights,
@@ -205,4 +211,5 @@ def bind(
         host_keeps_storage=host_keeps_storage,
         captured=captured,
         reload=reload,
+        within=within,
     )

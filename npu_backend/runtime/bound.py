@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +14,7 @@ import torch
 from npu_backend.deployment import Phase
 from npu_backend.errors import NpuBackendError, PlanMismatchError, PrepareError
 from npu_backend.offers import SITES, Offer
-from npu_backend.plan import LayerPlan
+from npu_backend.plan import LayerPlan, TableEntry
 from npu_backend.runtime import refusals
 from npu_backend.runtime import release as _release
 from npu_backend.runtime.amend import AliasWarning
@@ -22,6 +25,7 @@ from npu_backend.runtime.indexer import compressed_query
 from npu_backend.runtime.ledger import Ledger
 from npu_backend.runtime.overlap import DeviceStreams, Streams, run_beside
 from npu_backend.runtime.prepare import Callables, PreparedLayer, prepare_layer
+from npu_backend.runtime.release import restorable_readings
 from npu_backend.runtime.result import PreprocessResult
 from npu_backend.runtime.sharing import enlist, read_elsewhere, refuse_buried
 from npu_backend.runtime.slots import check_slots, claim_slots
@@ -29,9 +33,40 @@ from npu_backend.runtime.tombstone import is_tombstone
 
 __all__ = ["BoundLayer"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 Kernel = Callable[..., torch.Tensor]
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], PreprocessResult]
+
+
+def _returning(
+    layer: weakref.ref[BoundLayer],
+    plan: LayerPlan,
+    live: Mapping[Phase, Callable[..., Any]],
+    phase: Phase,
+) -> Callable[..., Any]:
+    """Return the callable of a phase whose bound callable may have been let go.
+
+    Args:
+        layer: The bound layer; not held, for its tensors would live with this callable.
+        plan: Its plan.
+        live: What is bound now.
+        phase: The phase.
+    """
+
+    def call(*args: Any) -> Any:
+        bound = live.get(phase)
+        if bound is None:
+            mine = layer()
+            if mine is None or torch.compiler.is_compiling():
+                raise refusals.let_go(plan, phase, compiling=mine is not None)
+            mine._bring_back(f"a step in phase {phase}")
+            bound = live[phase]
+        return bound(*args)
+
+    return call
 
 
 class BoundLayer:
@@ -64,6 +99,7 @@ class BoundLayer:
         host_keeps_storage: bool,
         captured: bool,
         reload: Callable[[str], torch.Tensor] | None = None,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.plan = plan
         self._cache = cache
@@ -72,6 +108,7 @@ class BoundLayer:
         self.captured = captured
         self.host_keeps_storage = host_keeps_storage
         self._reload = reload
+        self._within = within
         self.ledger: Ledger | None = None
         self.weights: Mapping[str, torch.Tensor] = dict(weights)
         self._others = dict(others)
@@ -87,6 +124,9 @@ class BoundLayer:
         self._compressed: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._sites: dict[str, Mapping[Phase, Kernel]]
         self._paths: dict[Phase, Path] = {}
+        # What is bound now, by site and phase, the path under None. Only through these is there a
+        # way to callables that read what may be released restorably: they may hold views of it.
+        self._live: dict[str | None, dict[Phase, Any]] = {None: {}, **{s: {} for s in SITES}}
         self._refuse_steps(refusals.unprepared(plan))
         enlist(self)
 
@@ -134,7 +174,10 @@ class BoundLayer:
             return
         refuse_buried(self.plan, self.weights, self._gone, "prepare() came")
         check_slots(self.plan)
-        made, bound = prepare_layer(self.plan, self._units, self.weights, self._others, self._cache)
+        with self._within():
+            made, bound = prepare_layer(
+                self.plan, self._units, self.weights, self._others, self._cache
+            )
         self.plan, self._made, self._prepared = made.plan, made, True
         claim_slots(self, self.plan)
         if bound is None:
@@ -171,7 +214,10 @@ class BoundLayer:
                 remedy="give the layer's own cache, or plan for this one",
                 code="kv.layout",
             )
-        bound = None if self._made is None else self._made.bind(cache)
+        bound = None
+        if self._made is not None:
+            with self._within():
+                bound = self._made.bind(cache, self._gone)
         self._cache = cache
         self._others = {**cache.tensors(), **self._others}
         if bound is not None:
@@ -184,8 +230,8 @@ class BoundLayer:
         """Free exactly what ``plan`` says; validated first, destroyed last.
 
         A weight whose storage something keeps alive by now, or which another bound layer reads, is
-        kept, and the plan amended. A second
-        call returns the same ledger. Where the bytes freed are not those planned, a warning names
+        kept, and the plan amended. What was brought back since goes again; else a second call
+        returns the same ledger. Where the bytes freed are not those planned, a warning names
         who still holds them.
 
         Args:
@@ -197,23 +243,32 @@ class BoundLayer:
         """
         if self._updating:
             raise refusals.updating(self.plan)(0)
-        if self.ledger is None:
+        left = [row.name for row in self.plan.released() if row.name not in self._gone]
+        if self.ledger is None or left:
             refuse_buried(self.plan, self.weights, self._gone, "release() came")
             if changed := self._changed():
                 # The copies are old, and the originals would be gone.
                 raise refusals.stale(self.plan, changed)
-            self.plan, self.ledger, self._restorable = _release.release_layer(
-                self.plan,
-                self.weights,
-                self._others,
-                prepared=self._prepared,
-                captured=self.captured,
-                host_keeps_storage=self.host_keeps_storage,
-                device=self.device,
-                reload=self._reload,
-                elsewhere=read_elsewhere(self),
-            )
-            self._gone += [row.name for row in self.ledger.rows]
+            self._let_go(left)
+            try:
+                self.plan, now, copies = _release.release_layer(
+                    self.plan,
+                    self.weights,
+                    self._others,
+                    prepared=self._prepared,
+                    captured=self.captured,
+                    host_keeps_storage=self.host_keeps_storage,
+                    device=self.device,
+                    reload=self._reload,
+                    elsewhere=read_elsewhere(self),
+                )
+            except BaseException:
+                self._bind_again()
+                raise
+            self.ledger = now if self.ledger is None else self.ledger.plus(now)
+            self._restorable |= copies
+            self._gone += [row.name for row in now.rows]
+            self._bind_again()
             self._watch()
             if not self.ledger.agrees:
                 warnings.warn(
@@ -223,24 +278,82 @@ class BoundLayer:
                 torch.get_device_module(self.device).empty_cache()
         return self.ledger
 
-    def restore(self) -> tuple[str, ...]:
-        """Bring back the weights that were released restorably; return their names.
+    def restore(self, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Bring back weights that were released restorably; return their names.
 
         They are the same parameter objects, at new addresses. Afterwards :meth:`release` frees
-        them again.
+        them again. A step in a phase that reads such a weight does this by itself.
+
+        Args:
+            names: Which of them, all by default; what is not released restorably is passed over.
 
         Raises:
-            PrepareError: Out of memory; the layer is as it was.
+            PrepareError: Out of memory, or a graph is being captured; the layer is as it was.
         """
-        names = _release.restore_weights(self.plan, self.weights, self._restorable, self.device)
-        self._restorable = {}
-        self._gone[:] = [name for name in self._gone if name not in names]
-        if names and self.ledger is not None:
-            rows = tuple(r for r in self.ledger.rows if r.name not in names)
-            self.ledger = Ledger(self.ledger.layer_id, rows) if rows else None
-        if names:
-            self._watch()
-        return names
+        asked = self._restorable if names is None else set(names) & self._restorable.keys()
+        copies = {name: self._restorable[name] for name in self._restorable if name in asked}
+        if not copies:
+            return ()
+        back = _release.restore_weights(self.plan, self.weights, copies, self.device)
+        self._restorable = {n: c for n, c in self._restorable.items() if n not in back}
+        self._gone[:] = [name for name in self._gone if name not in back]
+        self.ledger = None if self.ledger is None else self.ledger.without(back)
+        self._bind_again()
+        self._watch()
+        return back
+
+    def _bring_back(self, reader: str) -> None:
+        """Restore what this library's own steps read; said once for each time."""
+        names = [name for phase in Phase for name in restorable_readings(self.plan, phase)]
+        if back := self.restore(names):
+            rows = {row.name: row.bytes for row in self.plan.weights}
+            logger.warning(
+                "%s: %s brought back for %s, %d bytes; layer.release() frees them again",
+                self.plan.layer,
+                ", ".join(back),
+                reader,
+                sum(rows[name] for name in back),
+            )
+        else:
+            # An attempt before this one failed after the weights were back.
+            self._bind_again()
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        """Drop the callables, and the shared names, that may hold views of weights about to go."""
+        going = set(names)
+        for site, live in self._live.items():
+            for phase in [p for p in live if going & restorable_readings(self.plan, p, site)]:
+                del live[phase]
+        if self._made is not None:
+            self._made = self._made.without(going)
+
+    def _bind_again(self) -> None:
+        """Bind the callables that were dropped and whose weights are there."""
+        if self._made is None or self._cache is None or self._updating or not self._lacking():
+            return
+        with self._within():
+            self._made = self._made.with_shared(self._gone)
+            made = self._made.bind(self._cache, self._gone)
+        for site, calls in self._told(made).items():
+            for phase, call in calls.items():
+                self._live[site].setdefault(phase, call)
+
+    def _lacking(self) -> bool:
+        return any(
+            phase not in self._live[site]
+            for site in self._live
+            for entry in self._table(site)
+            if entry.offer is not None
+            for phase in entry.phases
+        )
+
+    def _told(self, made: Callables) -> dict[str | None, Mapping[Phase, Any]]:
+        found: dict[str | None, Mapping[Phase, Any]] = {None: self._guarded(made.paths)}
+        found.update(made.sites)
+        return found
+
+    def _table(self, site: str | None) -> tuple[TableEntry, ...]:
+        return self.plan.path if site is None else self.plan.table(site)
 
     def before_update(self) -> tuple[str, ...]:
         """Get ready for new weights: bring back what was released restorably, and refuse steps.
@@ -291,9 +404,10 @@ class BoundLayer:
                 code="promise.weight_update",
             )
         if self._made is not None:
-            made, _ = prepare_layer(self.plan, self._units, self.weights, self._others, None)
-            made = made.keep_addresses(self._made)
-            bound = None if self._cache is None else made.bind(self._cache)
+            with self._within():
+                made, _ = prepare_layer(self.plan, self._units, self.weights, self._others, None)
+                made = made.keep_addresses(self._made)
+                bound = None if self._cache is None else made.bind(self._cache, self._gone)
             self.plan, self._made = made.plan, made
             if bound is None:
                 self._refuse_steps(refusals.unattached(self.plan))
@@ -330,7 +444,8 @@ class BoundLayer:
             WeightReleasedError: The phase was not planned, and weights it could read are gone.
             BoundExceededError: The phase was not planned, or the step has more rows than planned.
             PlanMismatchError: The host's own code serves the phase.
-            PrepareError: The layer is not prepared.
+            PrepareError: The layer is not prepared; or the phase reads a weight that was released
+                restorably, and there is no memory to bring it back: the layer is as it was.
         """
         if hidden_states.shape[0] == 0:
             return self._nothing(hidden_states, phase)
@@ -427,17 +542,24 @@ class BoundLayer:
             )
             for p in Phase
         }
-        self._paths = {**refused, **self._guarded(made.paths)}
+        for site, calls in self._told(made).items():
+            self._live[site].clear()
+            self._live[site].update(calls)
+        self._paths = {**refused, **self._callables(None)}
+        sites = {site: self._callables(site) for site in SITES}
         self._sites = {
             site: {
                 **refused,
-                **{p: refuse_with(refusals.unused(plan, site, p)) for p in made.paths},
-                **made.sites[site],
+                **{p: refuse_with(refusals.unused(plan, site, p)) for p in self._paths_served()},
+                **sites[site],
             }
             for site in SITES
         }
-        self.v_up = self._without_phase("v_up", made.sites["v_up"])
-        self.q_absorb = self._without_phase("q_absorb", made.sites["q_absorb"])
+        self.v_up = self._without_phase("v_up", sites["v_up"])
+        self.q_absorb = self._without_phase("q_absorb", sites["q_absorb"])
+
+    def _paths_served(self) -> set[Phase]:
+        return {p for entry in self.plan.path if entry.offer is not None for p in entry.phases}
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         """Return address and version of each living original that a prepared copy was made of."""
@@ -487,6 +609,33 @@ class BoundLayer:
 
         made = {id(path): guard(path) for path in paths.values()}
         return {phase: made[id(path)] for phase, path in paths.items()}
+
+    def _callables(self, site: str | None) -> dict[Phase, Any]:
+        """Return the callable of each phase that a table serves, for whoever asks for it.
+
+        Where a phase reads what may be released restorably it is one that looks the bound callable
+        up at each step, and brings the weights back where it was let go. Phases with the same
+        entries share it. A compiled graph brings nothing back.
+        """
+        live, table = self._live[site], self._table(site)
+        found: dict[Phase, Any] = {}
+        made: dict[tuple[Any, ...], Any] = {}
+        for phase in Phase:
+            mine = [e for e in table if phase in e.phases and e.offer is not None]
+            if not mine:
+                continue
+            if not restorable_readings(self.plan, phase, site):
+                found[phase] = live[phase]
+                continue
+            # A path's callable also depends on the q_absorb that serves its phase.
+            key = (
+                *((e.strategy, e.provider, e.tokens) for e in mine),
+                phase if site is None else 0,
+            )
+            if key not in made:
+                made[key] = _returning(weakref.ref(self), self.plan, live, phase)
+            found[phase] = made[key]
+        return found
 
     def _without_phase(self, site: str, found: Mapping[Phase, Kernel]) -> Kernel:
         """Return the one callable that all phases share, or one that asks for the phase."""

@@ -8,7 +8,7 @@ it nobody was asked, and a release may have relied on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -123,6 +123,7 @@ def phase_callables(
     *,
     where: str,
     path: bool,
+    without: Collection[Phase] = (),
 ) -> Mapping[Phase, Callable[..., Any]]:
     """Return the callable of each phase that the table serves; equal segments share one object.
 
@@ -131,8 +132,9 @@ def phase_callables(
         call_of: The bound callable of an entry in a phase.
         where: Layer and site, for messages.
         path: Whether it is the path's table.
+        without: Phases to leave out.
     """
-    served = [p for p in Phase if any(p in e.phases for e in table)]
+    served = [p for p in Phase if p not in without and any(p in e.phases for e in table)]
     groups: dict[tuple[Segment, ...], list[Phase]] = {}
     for phase in served:
         groups.setdefault(_segments(table, phase, call_of), []).append(phase)

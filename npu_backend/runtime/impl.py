@@ -48,6 +48,12 @@ class Unit:
         place = "path" if self.site is None else f"batched matmul {self.site}"
         return f"{self.weights.layer}, {place}, {self.offer.strategy} of {self.plugin}"
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """Loaded weights that its steps read, with their scales."""
+        names = self.offer.step_reads
+        return names | {f"{name}.scale" for name in names}
+
     def ops(self) -> tuple[str, ...]:
         """Return the ops that the implementation says it calls."""
         named = getattr(self.strategy, "ops", ())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 __all__ = ["AllocatorReading", "Ledger", "LedgerRow", "allocator_slack", "read_allocator"]
 
@@ -111,6 +112,19 @@ class Ledger:
             return True
         slack = allocator_slack(self.allocator, len(self.rows))
         return 0 <= self.allocator_freed - self.freed <= slack
+
+    def without(self, names: Collection[str]) -> Ledger | None:
+        """Return the account without weights that were brought back, or None if none is left."""
+        left = tuple(row for row in self.rows if row.name not in names)
+        back = sum(row.freed for row in self.rows if row.name in names)
+        fallen = None if self.allocator_freed is None else self.allocator_freed - back
+        return evolve(self, rows=left, allocator_freed=fallen) if left else None
+
+    def plus(self, later: Ledger) -> Ledger:
+        """Return the account of this release and a later one of the same layer."""
+        mine, other = self.allocator_freed, later.allocator_freed
+        fallen = None if mine is None or other is None else mine + other
+        return evolve(later, rows=(*self.rows, *later.rows), allocator_freed=fallen)
 
     def difference(self) -> str:
         """Return in words how bytes freed differ from bytes planned, and who holds them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
@@ -64,9 +64,8 @@ def _bind_sites(
 ) -> dict[str, Calls]:
     sites: dict[str, Calls] = {}
     for site in SITES:
-        bound = {
-            key: unit.bind(prepared[key], cache) for key, unit in units.items() if key[0] == site
-        }
+        bound = {key: units[key].bind(made, cache) for key, made in prepared.items()
+                 if key[0] == site}  # fmt: skip
 
         def call_of(
             entry: TableEntry, _: Phase, bound: Mapping[Key, Any] = bound, site: str = site
@@ -75,8 +74,14 @@ def _bind_sites(
             call: Callable[..., Any] = bound[site, entry.offer]
             return call
 
-        where = f"{plan.layer}, batched matmul {site}"
-        sites[site] = phase_callables(plan.table(site), call_of, where=where, path=False)
+        table = plan.table(site)
+        sites[site] = phase_callables(
+            table,
+            call_of,
+            where=f"{plan.layer}, batched matmul {site}",
+            path=False,
+            without={p for e in table if (site, e.offer) not in bound for p in e.phases},
+        )
     return sites
 
 
@@ -86,6 +91,7 @@ def _bind_paths(
     prepared: Callable[[Key, Callable[..., Any] | None], Prepared],
     q_absorb: Calls,
     cache: LayerCache,
+    lacking: Collection[Key],
 ) -> Calls:
     """Bind each path once for each q_absorb callable that its phases have."""
     bound: dict[tuple[Offer, Any], Callable[..., Any]] = {}
@@ -100,7 +106,20 @@ def _bind_paths(
         return bound[key]
 
     served = [entry for entry in plan.path if entry.offer is not None]
-    return phase_callables(served, call_of, where=f"{plan.layer}, path", path=True)
+    unbound = {p for e in plan.table("q_absorb") for p in e.phases} - q_absorb.keys()
+    return phase_callables(
+        served,
+        call_of,
+        where=f"{plan.layer}, path",
+        path=True,
+        without={
+            phase
+            for entry in served
+            for phase in entry.phases
+            if (None, entry.offer) in lacking
+            or (phase in unbound and entry.offer is not None and "q_absorb" in entry.offer.uses)
+        },
+    )
 
 
 @frozen(eq=False)
@@ -141,27 +160,52 @@ class PreparedLayer:
                     made[key][name] = kept if same and kept is not None else tensor
         return PreparedLayer(self.plan, self.units, made)
 
-    def bind(self, cache: LayerCache) -> Callables:
+    def without(self, gone: Collection[str]) -> PreparedLayer:
+        """Return this without the names that share the storage of weights that are to go."""
+        made = {}
+        for key, tensors in self.made.items():
+            shares = {n for n, weight in self.units[key].offer.aliases if weight in gone}
+            made[key] = {n: t for n, t in tensors.items() if n not in shares}
+        return PreparedLayer(self.plan, self.units, made)
+
+    def with_shared(self, gone: Collection[str]) -> PreparedLayer:
+        """Return this with the names again that share the storage of weights that are back."""
+        made = {key: dict(tensors) for key, tensors in self.made.items()}
+        for key, unit in self.units.items():
+            lacking = [n for n, w in unit.offer.aliases if w not in gone and n not in made[key]]
+            if lacking:
+                fresh = unit.prepare()
+                unit.weights.settle()
+                made[key] |= {n: fresh[n] for n in lacking if n in fresh}
+        return PreparedLayer(self.plan, self.units, made)
+
+    def bind(self, cache: LayerCache, gone: Collection[str] = ()) -> Callables:
         """Bind the callables of every strategy to a cache.
+
+        Args:
+            cache: The layer's cache.
+            gone: Weights that are released now: phases that read one are left out.
 
         Raises:
             PrepareError: An implementation failed.
         """
+        lacking = {key for key, unit in self.units.items() if not unit.reads.isdisjoint(gone)}
         with torch.inference_mode(False), torch.no_grad():
             for tensor in cache.tensors().values():
                 fixed_shape(tensor)
-            bare = {key: self._prepared(key) for key in self.units if key[0]}
+            bare = {key: self._prepared(key) for key in self.units if key[0] and key not in lacking}
             sites = _bind_sites(self.plan, self.units, bare, cache)
-            paths = _bind_paths(self.plan, self.units, self._prepared, sites["q_absorb"], cache)
+            paths = _bind_paths(
+                self.plan, self.units, self._prepared, sites["q_absorb"], cache, lacking
+            )
         return Callables(self.plan, paths, sites)
 
     def _prepared(self, key: Key, q_absorb: Callable[..., Any] | None = None) -> Prepared:
         unit = self.units[key]
         planned = {r.name for r in self.plan.weights if r.copy_of is None}
-        read = {*unit.offer.step_reads, *(f"{n}.scale" for n in unit.offer.step_reads)}
         return Prepared(
             self.made[key],
-            weights={n: t for n, t in unit.weights.items() if n in read or n not in planned},
+            weights={n: t for n, t in unit.weights.items() if n in unit.reads or n not in planned},
             q_absorb=q_absorb,
             layer=self.plan.layer,
             deployment=self.plan.deployment,

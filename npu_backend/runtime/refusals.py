@@ -16,6 +16,7 @@ from npu_backend.plan import LayerPlan
 
 __all__ = [
     "host_serves",
+    "let_go",
     "phase_needed",
     "stale",
     "unattached",
@@ -112,6 +113,22 @@ def unplanned(plan: LayerPlan, phase: Phase, gone: Sequence[str]) -> Make:
         )
 
     return make
+
+
+def let_go(plan: LayerPlan, phase: Phase, *, compiling: bool) -> NpuBackendError:
+    """A step that reads what was released restorably, where it cannot be brought back."""
+    why = (
+        "a compiled graph would bring it back at every call"
+        if compiling
+        else "its bound layer, which holds the way back, is gone"
+    )
+    return WeightReleasedError(
+        f"a step in phase {phase} reads what was released restorably",
+        layer=plan.layer_id,
+        weight=", ".join(row.name for row in plan.weights if row.action == "restore"),
+        why=why,
+        remedy="call layer.restore() before it" if compiling else "keep the bound layer",
+    )
 
 
 def host_serves(plan: LayerPlan, phase: Phase) -> Make:

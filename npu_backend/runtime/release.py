@@ -9,15 +9,23 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from npu_backend.deployment import Phase
 from npu_backend.errors import PrepareError
 from npu_backend.plan import LayerPlan, WeightPlan
 from npu_backend.runtime.amend import keep_aliased, living_holders
 from npu_backend.runtime.culprits import culprits
 from npu_backend.runtime.ledger import AllocatorReading, Ledger, LedgerRow, read_allocator
 from npu_backend.runtime.storages import StorageWatch
-from npu_backend.runtime.tombstone import Tombstone, bury, raise_up
+from npu_backend.runtime.tombstone import Tombstone, bury, is_tombstone, raise_up
 
-__all__ = ["Back", "HostCopy", "Reload", "release_layer", "restore_weights"]
+__all__ = [
+    "Back",
+    "HostCopy",
+    "Reload",
+    "release_layer",
+    "restorable_readings",
+    "restore_weights",
+]
 
 
 @frozen(eq=False)
@@ -147,6 +155,15 @@ def _synchronize(device: torch.device) -> None:
         npu.synchronize(device)
 
 
+def _is_capturing(device: torch.device) -> bool:
+    if device.type != "npu":
+        return False
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    # Older lines have graphs under another name, or none.
+    asks = getattr(npu, "is_current_stream_capturing", None)
+    return bool(asks()) if asks is not None else False
+
+
 def _stone(plan: LayerPlan, row: WeightPlan, tensor: torch.Tensor) -> Tombstone:
     remedy = (
         "call layer.restore() first"
@@ -192,7 +209,9 @@ def release_layer(
     reload: Callable[[str], torch.Tensor] | None = None,
     elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[LayerPlan, Ledger, dict[str, Back]]:
-    """Free what the plan releases. Everything that can fail comes before the first byte goes.
+    """Free what the plan releases and is still there.
+
+    Everything that can fail comes before the first byte goes.
 
     Args:
         plan: The layer's plan.
@@ -206,8 +225,8 @@ def release_layer(
         elsewhere: Weights that another bound layer still reads, and which layer.
 
     Returns:
-        The plan, amended where something came to share a storage since; the ledger; and the host
-        copies of what can be brought back.
+        The plan, amended where something came to share a storage since; the ledger of what went
+        now; and the host copies of what of it can be brought back.
 
     Raises:
         PrepareError: The layer is not prepared, or graphs were captured.
@@ -217,7 +236,7 @@ def release_layer(
         plan, weights, others, host_keeps_storage=host_keeps_storage, elsewhere=elsewhere
     )
     plan = keep_aliased(plan, held)
-    going = plan.released()
+    going = [r for r in plan.released() if not is_tombstone(weights[r.name])]
     copies: dict[str, Back] = {
         r.name: HostCopy.of(weights[r.name])
         if reload is None
@@ -252,6 +271,24 @@ def _ledger(
     return Ledger(plan.layer_id, rows, before.statistic, before.bytes - after.bytes)
 
 
+def restorable_readings(plan: LayerPlan, phase: Phase, by: str | None = None) -> frozenset[str]:
+    """Return the weights released restorably that this library's own readers read.
+
+    Args:
+        plan: The layer's plan.
+        phase: The readings in this phase.
+        by: Only readings by this reader, ``v_up`` say. A host's own code restores for itself.
+    """
+
+    def counts(reader: str) -> bool:
+        who, _, when = reader.partition("@")
+        mine = who == by if by is not None else not who.startswith("host:")
+        return mine and when == str(phase)
+
+    rows = [row for row in plan.weights if row.action == "restore"]
+    return frozenset(row.name for row in rows if any(map(counts, row.readers)))
+
+
 def restore_weights(
     plan: LayerPlan,
     weights: Mapping[str, torch.Tensor],
@@ -261,8 +298,16 @@ def restore_weights(
     """Bring back released weights from their host copies, into the same objects.
 
     Raises:
-        PrepareError: There is no memory for them; the layer is as it was.
+        PrepareError: There is no memory for them, or a graph is being captured; the layer is as it
+            was.
     """
+    if _is_capturing(device):
+        raise PrepareError(
+            "nothing is brought back while a graph is being captured",
+            whom=f"{plan.layer}, {', '.join(copies)}",
+            why="the graph would copy from the host, to that address, at every replay",
+            remedy="call layer.restore() before the capture; the layer is as it was",
+        )
     try:
         back = {name: copy.on(device) for name, copy in copies.items()}
     except RuntimeError as err:

@@ -81,6 +81,15 @@ def test_a_fused_path_continues_the_cache_that_absorb_filled(fused, plan_of, kin
     assert any("filled by extend steps" in note for note in proof.notes)
 
 
+def test_what_steps_of_the_other_role_bring_back_goes_again(fused, plan_of):
+    plan = plan_of(fused(), role="decode", promises=["role_switch"], restore=True).layers[0]
+    proof = prove_layer(plan, rows=(2,))
+    assert proof.passed, [p.text for p in proof.failed]
+    again = proof.proof("again").figures
+    assert again["freed"] == again["first"] == plan.totals.release + plan.totals.restore
+    assert 0 < again["brought_back"] < again["first"]
+
+
 def test_without_extend_the_record_says_who_filled_the_cache(tiny, plan_of):
     proof = prove_layer(plan_of(tiny(), role="decode").layers[0], rows=(1,))
     assert any("independent writer" in note for note in proof.notes)

@@ -23,6 +23,7 @@ OPERATIONS = (
     ["step"] * 5
     + ["release"] * 3
     + ["restore", "update", "write", "save", "alias", "drop", "out of memory", "prepare", "again"]
+    + ["lora", "role switch"]
 )
 DEPLOYMENTS = (
     {},
@@ -84,11 +85,14 @@ class Life:
         self.phase = npu_backend.Phase
         self.held = None
         self.failing = 0
+        self.promises = deployment.get("promises", [])
 
     # --- operations; each may raise a named error ---
 
     def step(self, rng):
-        phase = self.phase(rng.choice(PHASES))
+        self._both(self.phase(rng.choice(PHASES)), rng)
+
+    def _both(self, phase, rng):
         rows, seed = rng.randint(1, 3), rng.randint(0, 99)
         mine = self._step(self.bound, phase, rows, seed)
         theirs = self._step(self.twin, phase, rows, seed)
@@ -144,6 +148,26 @@ class Life:
                 values = torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5
                 for target in (tensor, self.others[name]):
                     target.copy_(values.to(tensor.dtype))
+
+    def lora(self, rng):
+        """Attach an adapter: its base is the original projection."""
+        name = rng.choice(("fused_qkv_a_proj", "q_b_proj"))
+        assert name not in self.bound.released or "lora" not in self.promises, "the base is gone"
+        adapted = self.weights[name].float() + 1
+        assert self.torch.equal(adapted.cpu(), self.others[name].float().cpu() + 1)
+
+    def role_switch(self, rng):
+        """A step of the other role, and one of the first again; with the promise both are served
+        wherever a step of the first is."""
+        decode = self.phase("decode")
+        self._both(decode, rng)
+        failing = self.failing
+        try:
+            self._both(self.phase("extend"), rng)
+        except self.errors:
+            assert failing or "role_switch" not in self.promises, "the promise is broken"
+            raise
+        self._both(decode, rng)
 
     def save(self, rng):
         for name, tensor in self.weights.items():

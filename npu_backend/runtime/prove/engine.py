@@ -212,6 +212,7 @@ def _prove(run: _Run, seed: int, rows: Sequence[int], row_cap: int) -> None:
     equality, records = claims.prove_equality(records, before, after)
     run.proofs.append(equality)
     run.record = evolve(run.record, steps=records)
+    _release_again(run, bound)
     with run.during("reads after release"):
         run.proofs += [
             release_claims.prove_released(bound.plan, given),
@@ -229,6 +230,15 @@ def _release(run: _Run, bound: BoundLayer, given: dict[str, torch.Tensor]) -> No
         proof = release_claims.prove_bytes(run.plan, bound.plan, ledger, watch)
     run.proofs.append(proof)
     run.record = evolve(run.record, ledger=ledger.to_dict(), fingerprint=bound.plan.fingerprint)
+
+
+def _release_again(run: _Run, bound: BoundLayer) -> None:
+    """Free what steps of another role brought back, so that every release is looked at."""
+    first = run.record.ledger or {}
+    with run.during("release again"):
+        back = first["freed"] - (0 if bound.ledger is None else bound.ledger.freed)
+        if back:
+            run.proofs.append(release_claims.prove_again(bound.release(), first["freed"], back))
 
 
 def prove_model(

@@ -14,8 +14,8 @@ class Proof:
     """One claim about a layer, and whether it held.
 
     Args:
-        name: ``outputs``, ``cache``, ``equality``, ``bytes``, ``released``, ``unreachable``,
-            ``steps``, ``layer``.
+        name: ``outputs``, ``cache``, ``equality``, ``bytes``, ``again`` (where steps brought
+            something back), ``released``, ``unreachable``, ``steps``, ``layer``.
         passed: Whether it held. True where it was skipped.
         text: One sentence with the figures, or why it was skipped or failed.
         figures: The figures by name.

@@ -16,7 +16,7 @@ from npu_backend.runtime.prove.memory import MemoryWatch
 from npu_backend.runtime.prove.records import Proof
 from npu_backend.runtime.prove.scenario import HOST_MHA
 
-__all__ = ["prove_bytes", "prove_released", "prove_unreachable"]
+__all__ = ["prove_again", "prove_bytes", "prove_released", "prove_unreachable"]
 
 
 def prove_bytes(plan: LayerPlan, amended: LayerPlan, ledger: Ledger, watch: MemoryWatch) -> Proof:
@@ -56,6 +56,22 @@ def prove_bytes(plan: LayerPlan, amended: LayerPlan, ledger: Ledger, watch: Memo
     if wrong:
         text += "; wrong: " + "; ".join(wrong)
     return Proof(name="bytes", passed=not wrong, text=text, figures=figures)
+
+
+def prove_again(ledger: Ledger, first: int, back: int) -> Proof:
+    """Claim ``again``: what steps brought back goes a second time, to the byte.
+
+    Args:
+        ledger: The account after the second release.
+        first: Bytes that the first release freed.
+        back: Bytes that steps brought back in between.
+    """
+    passed = ledger.agrees and ledger.freed == first
+    text = f"steps brought {back} bytes back; released again, {ledger.freed} bytes are freed"
+    if not passed:
+        text += f", first {first}; wrong: {ledger.difference()}"
+    figures = {"first": first, "brought_back": back, "freed": ledger.freed}
+    return Proof(name="again", passed=passed, text=text, figures=figures)
 
 
 def prove_released(plan: LayerPlan, given: Mapping[str, torch.Tensor]) -> Proof:

@@ -15,8 +15,10 @@ __all__ = ["copy_in_format", "format_of"]
 
 
 def format_of(tensor: torch.Tensor) -> int:
-    """Return the device's format number of a tensor; host and fake tensors are ND."""
-    if not is_npu(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    """Return the device's format number of a tensor; host tensors are ND, and so are those of a
+    class that dispatches by itself, such as fake ones, for they need have no memory."""
+    own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if not is_npu(tensor) or own:
         return FORMAT_ND
     return int(torch.ops.npu.get_npu_format(tensor))
 

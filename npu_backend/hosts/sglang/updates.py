@@ -1,0 +1,133 @@
+"""What happens to a loaded model later: new weights, a flipped role, sleep and wake.
+
+All four of SGLang's update paths, and the session around two of them, are stood around. Where the
+plan released a weight for good, or SGLang would replace the parameters that copies were made of,
+nothing is hooked away: the module says so by the attribute that SGLang asks before it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from npu_backend.deployment import ROLE_PHASES, Role
+
+if TYPE_CHECKING:
+    from npu_backend.hosts.sglang.session import Session
+
+__all__ = ["EXPORT_REFUSAL", "REFUSAL", "Updates", "refuse_what_is_gone", "role_switch_refusal"]
+
+REFUSAL = "_derived_weight_cache_error"
+"""What SGLang's update paths ask of every module before they write."""
+EXPORT_REFUSAL = "_weight_export_error"
+"""What SGLang's exporter asks of every module before it sends or saves."""
+
+_UPDATES = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+
+def refuse_what_is_gone(session: Session) -> None:
+    """Set SGLang's own refusals on modules whose weights cannot be written or read any more."""
+    for part in session.parts:
+        plan = part.bound.plan
+        gone = [row.name for row in plan.released() if row.action == "release"]
+        if gone:
+            what = f"npu-backend released {', '.join(gone)} of {plan.layer} for good"
+            for attribute, promise in ((REFUSAL, "weight_update"), (EXPORT_REFUSAL, "export")):
+                remedy = f"start with NPU_BACKEND_SGLANG_PROMISES={promise}"
+                setattr(part.attention, attribute, f"{what}; {remedy}")
+        elif part.weights.replaced:
+            setattr(
+                part.attention,
+                REFUSAL,
+                f"npu-backend holds the MXFP8 parameters of {plan.layer}, which an update would "
+                "replace by others; restart with the new weights",
+            )
+
+
+class Updates:
+    """Hooks around the life of loaded models.
+
+    Args:
+        session_of: Returns the session of a model, or None where SGLang serves it alone.
+    """
+
+    def __init__(self, session_of: Callable[[Any], Session | None]) -> None:
+        self._session_of = session_of
+        self._open: set[int] = set()
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """Return the hooks of a runner's ``WeightUpdater`` by method."""
+        return {
+            "begin_weight_update": self.begin,
+            "end_weight_update": self.end,
+            **dict.fromkeys(_UPDATES, self.update),
+        }
+
+    def begin(self, original: Any, updater: Any) -> Any:
+        """Bring weights back before a session of updates, once SGLang does not refuse them."""
+        session = self._session(updater)
+        if session is None:
+            return original(updater)
+        session.before_update()
+        self._open.add(id(session))
+        return original(updater)
+
+    def end(self, original: Any, updater: Any, **options: Any) -> Any:
+        """Prepare anew after SGLang processed what it loaded."""
+        result = original(updater, **options)
+        session = self._session(updater)
+        if session is not None and id(session) in self._open:
+            self._open.discard(id(session))
+            session.after_update()
+        return result
+
+    def update(self, original: Any, updater: Any, *args: Any, **options: Any) -> Any:
+        """Stand around one update; inside a session only the session's ends do."""
+        session = self._session(updater)
+        if session is None or id(session) in self._open:
+            return original(updater, *args, **options)
+        session.before_update()
+        try:
+            return original(updater, *args, **options)
+        finally:
+            # Also after a failure: SGLang rolls back to weights that it wrote again.
+            session.after_update()
+
+    def _session(self, updater: Any) -> Session | None:
+        session = self._session_of(updater.get_model())
+        return None if session is None or session.refuses_updates else session
+
+    @staticmethod
+    def wake(sessions: Iterable[Session]) -> None:
+        """Apply the plan anew where weights came back from sleep."""
+        for session in sessions:
+            if not session.refuses_updates:
+                session.before_update()
+                session.after_update()
+
+
+def role_switch_refusal(sessions: Iterable[Session], new_role: str) -> str | None:
+    """Return why the role cannot become another one under the plan, or None where it can."""
+    if new_role not in {role.value for role in Role}:
+        return None  # SGLang refuses it in its own words
+    wanted = ROLE_PHASES[Role.parse(new_role)]
+    for session in sessions:
+        for part in session.parts:
+            reach = part.bound.plan.reach
+            is_nextn = part.bound.plan.layer.is_nextn
+            left = [
+                str(p)
+                for p in wanted
+                if p not in reach and str(p) != ("target_verify" if is_nextn else "draft_extend")
+            ]
+            if left:
+                return (
+                    f"npu-backend planned {part.bound.plan.layer} without {', '.join(left)}; start "
+                    "with --enable-pd-role-switch, or NPU_BACKEND_SGLANG_PROMISES=role_switch"
+                )
+    return None
