@@ -93,7 +93,9 @@ class Route:
     ) -> tuple[PreprocessResult, torch.Tensor | None, torch.Tensor | None]:
         """Run a step's path; return its result, and what the indexer takes."""
         mode = batch.forward_mode
-        slots = batch.out_cache_loc.to(torch.int64)
+        slots = batch.out_cache_loc
+        if slots.dtype is not torch.int64:  # a conversion to the same dtype would be dispatched too
+            slots = slots.to(torch.int64)
         if hidden.shape[0] == 0:
             phase = self.phases[mode] or Phase.IDLE
             result = self.layer.preprocess(hidden, positions, slots, phase=phase)

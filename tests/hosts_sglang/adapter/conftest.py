@@ -1,23 +1,16 @@
-"""The adapter inside SGLang's own code. Skipped where SGLang 0.5.23 is not installed."""
+"""The adapter inside SGLang's own code."""
 
 from __future__ import annotations
 
 import gc
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-if find_spec("sglang") is None:
-    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

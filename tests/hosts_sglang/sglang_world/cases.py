@@ -6,7 +6,7 @@ from attrs import frozen
 
 from sglang_world.engine import Model, Step
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "COMPARED", "REFERRED", "Case"]
 
 ROLES = ("null", "prefill", "decode")
 _EXTEND = (Step(mode="EXTEND", rows=5, seen=0), Step(mode="EXTEND", rows=3, seen=5))
@@ -36,8 +36,8 @@ class Case:
     def name(self) -> str:
         """The case's name, for test ids and file keys."""
         kind = "dsa" if self.model.dsa else "mla"
-        rope = "-yarn" if self.model.yarn else ""
-        return f"{self.soc}-{kind}-{self.path}-{self.model.quant}{rope}-{self.role}"
+        more = ("-yarn" if self.model.yarn else "") + ("-ignored" if self.model.ignores else "")
+        return f"{self.soc}-{kind}-{self.path}-{self.model.quant}{more}-{self.role}"
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -53,6 +53,17 @@ def _each(path: str, model: Model, *, mlapo: bool, soc: str = "A3") -> list[Case
     return [Case(path=path, soc=soc, role=r, model=model, mlapo=mlapo) for r in ROLES]
 
 
+def _mlaprolog_without_indexer() -> list[Case]:
+    """SGLang's own mlaprolog cannot run on these layers; on a prefill worker no path decodes."""
+    models = (
+        Model(dsa=False, yarn=True),
+        Model(dsa=False, yarn=True, ignores=True),
+        Model(dsa=False, yarn=True, quant="q_b", ignores=True),
+        Model(dsa=False, yarn=True, quant="dynamic"),
+    )
+    return [c for m in models for c in _each("mlaprolog", m, mlapo=True) if c.role != "prefill"]
+
+
 CASES: tuple[Case, ...] = (
     *_each("absorb", Model(), mlapo=False),
     *_each("absorb", Model(quant="static"), mlapo=False),
@@ -65,7 +76,13 @@ CASES: tuple[Case, ...] = (
     *_each("absorb", Model(dsa=False, yarn=True), mlapo=False),
     *_each("absorb", Model(dsa=False, quant="static"), mlapo=False),
     *_each("mlapo", Model(dsa=False, quant="static", yarn=True), mlapo=True),
+    *_mlaprolog_without_indexer(),
     *_each("mlaprolog", Model(), mlapo=True, soc="A5"),
     *_each("mlaprolog", Model(quant="q_b"), mlapo=True, soc="A5"),
     *_each("absorb", Model(), mlapo=False, soc="A5"),
 )
+
+REFERRED: tuple[Case, ...] = tuple(c for c in CASES if c.path == "mlaprolog" and not c.model.dsa)
+"""Cases that are held against the reference of the op instead of SGLang alone."""
+COMPARED: tuple[Case, ...] = tuple(c for c in CASES if c not in REFERRED)
+"""Cases that SGLang runs alone and planned."""

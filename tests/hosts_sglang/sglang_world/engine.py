@@ -19,7 +19,7 @@ import os
 import tempfile
 import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ from attrs import frozen
 from sglang_world import attention
 from sglang_world.start import start
 
-__all__ = ["Model", "Step", "Worker", "load", "prepare", "published"]
+__all__ = ["Model", "Step", "Worker", "hidden_of", "load", "prepare", "published"]
 
 PAGE, PAGES = 128, 8
 HIDDEN, HEADS = 2048, 2
@@ -210,6 +210,26 @@ def _one_rank(context: Any) -> None:
     initialize_dp_attention_flags(context.get_server_args())
 
 
+@frozen(kw_only=True)
+class Step:
+    """One forward step of one request.
+
+    Args:
+        mode: SGLang's forward mode.
+        rows: Tokens of the step.
+        seen: Tokens of the request before it.
+    """
+
+    mode: str
+    rows: int
+    seen: int
+
+
+def hidden_of(step: Step) -> torch.Tensor:
+    """Return a step's hidden states, in host memory."""
+    return _random(f"hidden.{step}", torch.Size((step.rows, HIDDEN)), torch.bfloat16)
+
+
 def _random(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return values of a parameter that depend on its name and shape alone."""
     made = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -266,26 +286,12 @@ def load(server: Any) -> tuple[Any, Any]:
     return config, made
 
 
-@frozen(kw_only=True)
-class Step:
-    """One forward step of one request.
-
-    Args:
-        mode: SGLang's forward mode.
-        rows: Tokens of the step.
-        seen: Tokens of the request before it.
-    """
-
-    mode: str
-    rows: int
-    seen: int
-
-
 class Worker:
     """A runner with pools and attention backend, and its model's layers.
 
     Args:
         server: SGLang's resolved server arguments, published.
+        before: Called with each attention module when it is loaded, before a plan is made.
 
     Attributes:
         model: SGLang's model.
@@ -293,7 +299,7 @@ class Worker:
         attentions: The model's attention modules.
     """
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, before: Callable[[Any], None] = lambda _: None) -> None:
         attention.install()
         self.server = server
         config, self.model = load(server)
@@ -302,6 +308,8 @@ class Worker:
             # SGLang multiplies float32 by it; a CPU's matmul does not mix dtypes.
             indexer.weights_proj.weight.data = indexer.weights_proj.weight.data.float()
         self.runner = _runner(server, config, self.model)
+        for layer in self.attentions:
+            before(layer)
         # Where SGLang knows how it will store keys; the plan is made after it.
         self.runner.configure_kv_cache_dtype()
 
@@ -317,21 +325,24 @@ class Worker:
         """SGLang's KV pool."""
         return self.runner.token_to_kv_pool
 
-    def step(self, step: Step, *, hidden: torch.Tensor | None = None) -> list[torch.Tensor]:
+    @contextmanager
+    def forward(self, batch: Any) -> Iterator[None]:
+        """Set what SGLang sets around a forward."""
+        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+        with torch.inference_mode(), forward_context(ForwardContext(attn_backend=self.backend)):
+            self.backend.init_forward_metadata(batch)
+            yield
+
+    def step(self, step: Step) -> list[torch.Tensor]:
         """Run every layer's attention on the same hidden states.
 
         Returns:
             Each layer's output, (rows, hidden_size).
         """
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-
-        batch = self.batch(step)
-        if hidden is None:
-            hidden = _random(f"hidden.{step}", torch.Size((step.rows, HIDDEN)), torch.bfloat16)
-        hidden = hidden.to("npu")
+        batch, hidden = self.batch(step), hidden_of(step).to("npu")
         outputs, chosen = [], None
-        with torch.inference_mode(), forward_context(ForwardContext(attn_backend=self.backend)):
-            self.backend.init_forward_metadata(batch)
+        with self.forward(batch):
             for layer in self.attentions:
                 output, chosen = _forward(layer, hidden, batch, chosen)
                 outputs.append(output)

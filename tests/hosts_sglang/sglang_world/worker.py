@@ -16,7 +16,9 @@ import torch
 
 from npu_backend.runtime import is_tombstone
 from sglang_world.cases import CASES, Case
-from sglang_world.engine import Worker, prepare, published
+from sglang_world.engine import Worker, hidden_of, prepare, published
+from sglang_world.reference import Loaded, expected
+from sglang_world.start import start
 
 __all__ = ["main", "run"]
 
@@ -68,6 +70,37 @@ def _converted(weights: Any) -> list[torch.Tensor]:
     return [t for t in found if not is_tombstone(t)]
 
 
+def _against_reference(worker: Worker, layer: Loaded, case: Case) -> dict[str, Any]:
+    """Run a layer's decode steps as far as attention; return them beside what they must be.
+
+    Where SGLang fails by itself, its error is what comes out.
+    """
+    functions, pool = start().npu_mod, worker.pool
+    steps = []
+    for step in (s for s in case.steps if s.mode == "DECODE"):
+        batch, hidden = worker.batch(step), hidden_of(step)
+        latent, rope = (buffer[0].cpu() for buffer in (pool.k_buffer, pool.v_buffer))
+        places = batch.positions.cpu(), batch.out_cache_loc.cpu()
+        query, turned = expected(layer, hidden, *places, latent, rope)
+        try:
+            with worker.forward(batch):
+                q_pe, k_pe, q_nope, k_nope, *_ = functions.forward_mla_prepare_npu(
+                    worker.attentions[0], batch.positions, hidden.to("npu"), batch, None, False
+                )
+        except Exception as err:
+            return {"error": f"{type(err).__name__}: {err}", "plan": None}
+        steps.append(
+            {
+                "q_nope": (q_nope.cpu(), query),
+                "q_pe": (q_pe.cpu(), turned),
+                "latent": (k_nope.cpu().view(latent.shape), latent),
+                "rope": (k_pe.cpu().view(rope.shape), rope),
+            }
+        )
+    session = _session(worker)
+    return {"steps": steps, "plan": None if session is None else session.current_plan().to_json()}
+
+
 def run(case: Case) -> dict[str, Any]:
     """Run one case."""
     from sglang.srt.hardware_backend.npu.attention import mla_preprocess
@@ -79,19 +112,25 @@ def run(case: Case) -> dict[str, Any]:
     mla_preprocess.is_mla_preprocess_enabled.cache_clear()
     with published(case.model, case.role) as server:
         before = _held()
-        worker = Worker(server)
+        layers: list[Loaded] = []
+        prolog = case.path == "mlaprolog" and not case.model.dsa
+        worker = Worker(
+            server, lambda layer: layers.append(Loaded(layer, case.model.quant)) if prolog else None
+        )
         loaded = _held()
         worker.allocate()
         _ALIVE.append(worker)
         _fill(worker)
-        start = _held()
+        began = _held()
+        if prolog:
+            return _against_reference(worker, layers[0], case)
         outputs = [[t.cpu() for t in worker.step(step)] for step in case.steps]
         session = _session(worker)
         return {
             "outputs": outputs,
             "pages": _pages(worker),
             "loaded": loaded - before,
-            "start": start - before,
+            "start": began - before,
             "held": _held() - before,
             "plan": None if session is None else session.current_plan().to_json(),
             "beside": {} if session is None else _beside(session),
@@ -103,6 +142,7 @@ def main(soc: str, plugins: str, file: str) -> None:
     os.environ["NPU_BACKEND_SIM_SOC"] = soc
     os.environ["NPU_BACKEND_STRICT"] = "1"
     prepare(plugins)
+    gc.freeze()  # what SGLang imported stays; collecting over it again takes half a second
     found: dict[str, Any] = {}
     for case in CASES:
         if case.soc == soc:
