@@ -101,7 +101,7 @@ def test_a_plan_that_asks_for_nothing_has_the_bytes_it_always_had():
     with_layouts = plan_json(*K3, *PARALLEL)
     assert "mlp" not in without
     assert list(without) == [
-        "schema", "model", "deployment", "fingerprint", "plugins", "layers", "totals",
+        "schema", "model", "deployment", "fingerprint", "plugins", "layers", "totals", "warnings",
     ]  # fmt: skip
     assert without["fingerprint"] != with_layouts["fingerprint"]
     for key in ("schema", "model", "deployment", "plugins", "layers", "totals"):

@@ -108,7 +108,7 @@ DIMS = {
     "q_lora_rank": (1535, 1536, 1537, 2047, 2048, 2049),
     "kv_lora_rank": (511, 512, 513),
     "qk_nope_head_dim": (127, 128, 129, 191, 192, 193),
-    "qk_rope_head_dim": (63, 64, 65),
+    "qk_rope_head_dim": (62, 64, 66),  # pairs; an odd width is no layer
     "num_heads": (1, 2, 3, 63, 64, 65, 96, 127, 128, 129, 256),
 }
 BLOCKS = (1, 15, 16, 17, 128, 1008, 1024, 1040)
@@ -219,7 +219,7 @@ MLAPO_DIMS = {
     "q_lora_rank": (1535, 1536, 1537),
     "kv_lora_rank": (511, 512, 513),
     "qk_nope_head_dim": (127, 128, 129),
-    "qk_rope_head_dim": (63, 64, 65),
+    "qk_rope_head_dim": (62, 64, 66),  # pairs; an odd width is no layer
 }
 
 
