@@ -14,6 +14,8 @@ EXACT_STATISTIC = "requested_bytes.all.current"
 """The allocator's figure without block slack; torch-npu 2.5.1 does not have it."""
 BLOCK = 512
 """Bytes to which torch_npu's allocator rounds a block up, and 32 of padding on some chips."""
+UNSPLIT = 2**20
+"""Bytes that a large block may have more than was asked for: such a rest is not split off."""
 
 
 @frozen

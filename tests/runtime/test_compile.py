@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from npu_backend import BoundExceededError, KvLayout, Phase
@@ -149,4 +150,6 @@ def test_steps_before_and_after_a_release_are_equal_under_compile(h):
     assert bound.release().agrees
     after = _run(bound, compiled, inputs)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert counter.frame_count == frames
+    # torch 2.5 compiles once more where a guarded parameter changed.
+    again = Version(torch.__version__) < Version("2.6")
+    assert counter.frame_count == frames + again

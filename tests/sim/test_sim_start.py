@@ -73,6 +73,7 @@ def test_every_chip_family_of_the_catalog_comes_up(run_python, family) -> None:
     assert done.stdout == f"{family} {family} 8.0\n", done.stderr
 
 
+@pytest.mark.needs_line("7.1")  # torch_npu 2.5.1 looks it up at its end, and ends the process
 def test_a_function_looked_up_late_that_is_missing_is_a_named_error(run_python, tmp_path) -> None:
     # torch_npu looks it up on 310P, 310B and 910 only, when the first stream is used.
     for path in SOURCES.glob("*.[ch]"):

@@ -68,6 +68,7 @@ _CROSS_DEVICE = frozenset(
 # the CPU has no kernel for their dtype.
 _MOVES = frozenset(
     {
+        "cat",
         "constant_pad_nd",
         "flip",
         "gather",
@@ -83,6 +84,7 @@ _MOVES = frozenset(
         "roll",
         "scatter",
         "scatter_",
+        "stack",
         "_unsafe_index",
         "where",
     }
