@@ -448,15 +448,17 @@ class BoundLayer:
             The queries; of a step without rows, empty ones, and nothing is called.
 
         Raises:
+            DeploymentError: There is no such phase.
             WeightReleasedError: The phase was not planned, and weights it could read are gone.
             BoundExceededError: The phase was not planned, or the step has more rows than planned.
             PlanMismatchError: The host's own code serves the phase.
             PrepareError: The layer is not prepared; or the phase reads a weight that was released
                 restorably, and there is no memory to bring it back: the layer is as it was.
         """
+        path = self._paths.get(phase) or self.path_for(phase)
         if hidden_states.shape[0] == 0:
             return self._nothing(hidden_states, phase)
-        return self._paths[phase](hidden_states, positions, slot_mapping)
+        return path(hidden_states, positions, slot_mapping)
 
     def preprocess_beside(
         self,
@@ -487,7 +489,7 @@ class BoundLayer:
         if stream is None or hidden_states.shape[0] == 0:
             return self.preprocess(*inputs, phase=phase), other()
         return run_beside(
-            self._paths[phase],
+            self.path_for(phase),
             inputs,
             other,
             streams=streams or DeviceStreams(self.device),
@@ -656,7 +658,8 @@ class BoundLayer:
         def kernel(x: torch.Tensor, *, phase: Phase | None = None) -> torch.Tensor:
             if phase is None:
                 raise refusals.phase_needed(plan, site)
-            return table[phase](x)
+            call = table.get(phase) or table[Phase.parse(phase)]
+            return call(x)
 
         return kernel
 

@@ -7,6 +7,7 @@ import torch
 
 from npu_backend import (
     BoundExceededError,
+    DeploymentError,
     Envelope,
     Indexer,
     Phase,
@@ -121,6 +122,18 @@ def test_q_absorb_is_bound_for_each_phase_of_a_path(h):
     assert not torch.equal(layer.q_absorb_for("decode")(q), layer.q_absorb_for("idle")(q))
     with pytest.raises(PlanMismatchError, match="q_absorb needs phase="):
         layer.q_absorb(q)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_word_that_is_no_phase_is_told_with_the_phases(h, rows):
+    layer = h.bind(h.plan(max_tokens={"decode": 8}))
+    layer.prepare()
+    x, at = torch.zeros(rows, 32, dtype=torch.bfloat16), torch.arange(rows)
+    with pytest.raises(DeploymentError, match=r"'decod' is not a phase; did you mean 'decode'"):
+        layer.preprocess(x, at, at, phase="decod")
+    with pytest.raises(DeploymentError, match="the phases are extend, decode"):
+        layer.v_up(_latent(rows), phase="nope")
+    assert layer.preprocess(x[:0], at[:0], at[:0], phase="decode").q_nope.shape[0] == 0
 
 
 def test_a_step_before_prepare_says_so(h):
