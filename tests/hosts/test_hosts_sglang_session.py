@@ -376,6 +376,42 @@ def test_steps_are_refused_while_new_weights_come(loaded):
     step(runner.model.layers[0])
 
 
+def refuse(*_, **__):
+    raise RuntimeError("not now")
+
+
+def test_a_session_of_updates_that_sglang_refuses_leaves_the_model_serving(loaded):
+    adapter, runner = loaded(
+        {"NPU_BACKEND_SGLANG_PROMISES": "weight_update", "NPU_BACKEND_SGLANG_RESTORE": "1"}
+    )
+    first = runner.model.layers[0]
+    before = step(first)[2].clone()
+    updates = Updates(lambda model: adapter.sessions.get(id(model)))
+    with pytest.raises(RuntimeError, match="not now"):
+        updates.begin(refuse, updater(runner.model))
+    assert torch.equal(step(first)[2], before)
+    assert is_tombstone(first.w_kc)
+    # It was no session: an update by itself is stood around again.
+    assert updates.update(lambda _: (True, "ok"), updater(runner.model)) == (True, "ok")
+    assert torch.equal(step(first)[2], before)
+
+
+def test_where_one_layer_cannot_come_back_the_others_serve_on(loaded, monkeypatch):
+    adapter, runner = loaded(
+        {"NPU_BACKEND_SGLANG_PROMISES": "weight_update", "NPU_BACKEND_SGLANG_RESTORE": "1"}
+    )
+    session = adapter.sessions[id(runner.model)]
+    layers = runner.model.layers
+    before = [step(layer)[2].clone() for layer in layers]
+    assert len(layers) > 1
+    monkeypatch.setattr(session.parts[-1].bound, "before_update", refuse)
+    with pytest.raises(RuntimeError, match="not now"):
+        session.before_update()
+    for layer, values in zip(layers, before, strict=True):
+        assert torch.equal(step(layer)[2], values)
+    assert is_tombstone(layers[0].w_kc)
+
+
 def test_without_a_promise_the_engine_is_told_to_refuse(loaded):
     adapter, runner = loaded()
     session = adapter.sessions[id(runner.model)]

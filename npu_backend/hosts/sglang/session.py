@@ -168,11 +168,21 @@ class Session:
         return any(updates.REFUSAL in part.attention.__dict__ for part in self.parts)
 
     def before_update(self) -> None:
-        """Bring back what was released restorably; steps are refused until the update is done."""
-        for part in self.parts:
-            part.bound.before_update()
-            part.weights.settle()
-            self._refresh(part)
+        """Bring back what was released restorably; steps are refused until the update is done.
+
+        Raises:
+            PrepareError: A layer's weights cannot come back; those before it serve steps again.
+        """
+        opened: list[Part] = []
+        try:
+            for part in self.parts:
+                part.bound.before_update()
+                opened.append(part)
+                part.weights.settle()
+                self._refresh(part)
+        except BaseException:
+            self._close(opened)
+            raise
 
     def after_update(self) -> None:
         """Prepare from the new weights, into the memory of the old copies, and release again.
@@ -180,7 +190,10 @@ class Session:
         Graphs may have been captured by now. What is released again was gone at that time, so that
         no graph can hold its address; copies keep theirs.
         """
-        for part in self.parts:
+        self._close(self.parts)
+
+    def _close(self, parts: Iterable[Part]) -> None:
+        for part in parts:
             part.weights.converted_again()
             part.bound.after_update()
             self._refresh(part)

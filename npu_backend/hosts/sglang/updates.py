@@ -69,13 +69,18 @@ class Updates:
         }
 
     def begin(self, original: Any, updater: Any) -> Any:
-        """Bring weights back before a session of updates, once SGLang does not refuse them."""
+        """Bring weights back before a session of updates; back to serving where SGLang refuses it."""
         session = self._session(updater)
         if session is None:
             return original(updater)
         session.before_update()
+        try:
+            result = original(updater)
+        except BaseException:
+            session.after_update()  # no session was begun, so that none will be ended
+            raise
         self._open.add(id(session))
-        return original(updater)
+        return result
 
     def end(self, original: Any, updater: Any, **options: Any) -> Any:
         """Prepare anew after SGLang processed what it loaded."""
