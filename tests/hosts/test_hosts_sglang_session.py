@@ -415,12 +415,57 @@ def test_where_one_layer_cannot_come_back_the_others_serve_on(loaded, monkeypatc
 def test_without_a_promise_the_engine_is_told_to_refuse(loaded):
     adapter, runner = loaded()
     session = adapter.sessions[id(runner.model)]
-    assert session.refuses_updates
+    assert session.update_refusal is not None
     for layer in runner.model.layers:
         assert "PROMISES=weight_update" in getattr(layer, REFUSAL)
         assert "PROMISES=export" in getattr(layer, EXPORT_REFUSAL)
     updates = Updates(lambda model: adapter.sessions.get(id(model)))
     assert updates.update(lambda _: (False, "refused"), updater(runner.model)) == (False, "refused")
+
+
+def test_a_session_of_refused_updates_changes_nothing_and_says_so(loaded, caplog):
+    """SGLang begins and ends sessions unasked; at the end it would derive w_kc from what is gone."""
+    adapter, runner = loaded()
+    first = runner.model.layers[0]
+    before = step(first)[2].clone()
+    updates = Updates(lambda model: adapter.sessions.get(id(model)))
+    updates.begin(refuse, updater(runner.model))
+    assert "PROMISES=weight_update" in caplog.text
+    updates.end(refuse, updater(runner.model), run_post_load=True)
+    assert torch.equal(step(first)[2], before)
+
+
+class NPUW8A8Int8DynamicLinearMethod:
+    """Known by name, as SGLang's is."""
+
+
+def as_dynamic_int8(linear):
+    """Leave a linear layer as SGLang's processing after a load does: int8, turned, a flat scale."""
+    weight = linear.weight.data.float()
+    scale = weight.abs().amax(dim=1) / 127
+    data = torch.round(weight / scale[:, None]).to(torch.int8)
+    linear.weight = torch.nn.Parameter(data.t().contiguous(), requires_grad=False)
+    linear.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    linear.quant_method = NPUW8A8Int8DynamicLinearMethod()
+
+
+@pytest.mark.parametrize("promises", ["", "weight_update"])
+def test_w8a8_is_not_updated_for_sglang_would_turn_it_twice(loaded, promises):
+    model = Model()
+    for layer in model.layers:
+        as_dynamic_int8(layer.q_b_proj)
+        as_dynamic_int8(layer.fused_qkv_a_proj_with_mqa)
+    adapter, _ = loaded({"NPU_BACKEND_SGLANG_PROMISES": promises} if promises else {}, model=model)
+    for layer in model.layers:
+        refusal = getattr(layer, REFUSAL)
+        assert "is w8a8-dynamic: SGLang turns such weights" in refusal
+        assert "restart with the new weights" in refusal
+        assert "PROMISES" not in refusal, "a promise does not help"
+    before = step(model.layers[0])[2].clone()
+    updates = Updates(lambda model: adapter.sessions.get(id(model)))
+    updates.begin(refuse, updater(model))
+    updates.end(refuse, updater(model), run_post_load=True)
+    assert torch.equal(step(model.layers[0])[2], before)
 
 
 def test_a_model_that_sglang_serves_alone_is_updated_by_sglang_alone():

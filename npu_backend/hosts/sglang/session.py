@@ -163,9 +163,10 @@ class Session:
     # --- later -----------------------------------------------------------------------------------
 
     @property
-    def refuses_updates(self) -> bool:
-        """Whether SGLang is told to refuse updates of this model."""
-        return any(updates.REFUSAL in part.attention.__dict__ for part in self.parts)
+    def update_refusal(self) -> str | None:
+        """Why SGLang is told to refuse updates of this model, or None."""
+        found = (part.attention.__dict__.get(updates.REFUSAL) for part in self.parts)
+        return next((why for why in found if why is not None), None)
 
     def before_update(self) -> None:
         """Bring back what was released restorably; steps are refused until the update is done.

@@ -7,6 +7,7 @@ nothing is hooked away: the module says so by the attribute that SGLang asks bef
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from npu_backend.hosts.sglang.session import Session
 
 __all__ = ["EXPORT_REFUSAL", "REFUSAL", "Updates", "refuse_what_is_gone", "role_switch_refusal"]
+
+logger = logging.getLogger(__name__)
 
 REFUSAL = "_derived_weight_cache_error"
 """What SGLang's update paths ask of every module before they write."""
@@ -33,20 +36,17 @@ _UPDATES = (
 def refuse_what_is_gone(session: Session) -> None:
     """Set SGLang's own refusals on modules whose weights cannot be written or read any more."""
     for part in session.parts:
-        plan = part.bound.plan
+        plan, fixed = part.bound.plan, part.weights.not_updated
         gone = [row.name for row in plan.released() if row.action == "release"]
+        what = f"npu-backend released {', '.join(gone)} of {plan.layer} for good"
+        remedy = "start with NPU_BACKEND_SGLANG_PROMISES="
+        if fixed is not None:
+            why = f"npu-backend: in {plan.layer} {fixed}; restart with the new weights"
+            setattr(part.attention, REFUSAL, why)
+        elif gone:
+            setattr(part.attention, REFUSAL, f"{what}; {remedy}weight_update")
         if gone:
-            what = f"npu-backend released {', '.join(gone)} of {plan.layer} for good"
-            for attribute, promise in ((REFUSAL, "weight_update"), (EXPORT_REFUSAL, "export")):
-                remedy = f"start with NPU_BACKEND_SGLANG_PROMISES={promise}"
-                setattr(part.attention, attribute, f"{what}; {remedy}")
-        elif part.weights.replaced:
-            setattr(
-                part.attention,
-                REFUSAL,
-                f"npu-backend holds the MXFP8 parameters of {plan.layer}, which an update would "
-                "replace by others; restart with the new weights",
-            )
+            setattr(part.attention, EXPORT_REFUSAL, f"{what}; {remedy}export")
 
 
 class Updates:
@@ -69,10 +69,18 @@ class Updates:
         }
 
     def begin(self, original: Any, updater: Any) -> Any:
-        """Bring weights back before a session of updates; back to serving where SGLang refuses it."""
-        session = self._session(updater)
+        """Bring weights back before a session of updates; back to serving where SGLang refuses it.
+
+        Where every update of this model is refused, so is what SGLang does around a session of
+        them: at its end it would derive ``w_kc`` from weights that are gone, and turn W8A8 weights
+        that nobody wrote.
+        """
+        session = self._session_of(updater.get_model())
         if session is None:
             return original(updater)
+        if (refusal := session.update_refusal) is not None:
+            logger.error("npu-backend: a session of weight updates changes nothing: %s", refusal)
+            return None
         session.before_update()
         try:
             result = original(updater)
@@ -84,8 +92,10 @@ class Updates:
 
     def end(self, original: Any, updater: Any, **options: Any) -> Any:
         """Prepare anew after SGLang processed what it loaded."""
+        session = self._session_of(updater.get_model())
+        if session is not None and session.update_refusal is not None:
+            return None
         result = original(updater, **options)
-        session = self._session(updater)
         if session is not None and id(session) in self._open:
             self._open.discard(id(session))
             session.after_update()
@@ -93,8 +103,9 @@ class Updates:
 
     def update(self, original: Any, updater: Any, *args: Any, **options: Any) -> Any:
         """Stand around one update; inside a session only the session's ends do."""
-        session = self._session(updater)
-        if session is None or id(session) in self._open:
+        session = self._session_of(updater.get_model())
+        # SGLang refuses in the words of REFUSAL, before it writes.
+        if session is None or session.update_refusal is not None or id(session) in self._open:
             return original(updater, *args, **options)
         session.before_update()
         try:
@@ -103,15 +114,11 @@ class Updates:
             # Also after a failure: SGLang rolls back to weights that it wrote again.
             session.after_update()
 
-    def _session(self, updater: Any) -> Session | None:
-        session = self._session_of(updater.get_model())
-        return None if session is None or session.refuses_updates else session
-
     @staticmethod
     def wake(sessions: Iterable[Session]) -> None:
         """Apply the plan anew where weights came back from sleep."""
         for session in sessions:
-            if not session.refuses_updates:
+            if session.update_refusal is None:
                 session.before_update()
                 session.after_update()
 

@@ -26,6 +26,14 @@ E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 _STORED_TURNED = ("w8a8-dynamic", "w8a8-static", "w8a8-static-symmetric", "mxfp8")
 """Quantizations whose weight SGLang keeps as ``(in, out)`` on NPU."""
 
+_AFTER_AN_UPDATE = (
+    "SGLang turns such weights when it has loaded them, and after an update once more",
+    "SGLang replaces such parameters when it has loaded them, and cannot load into what it made",
+)
+"""What an update does to parameters of W8A8 and of MXFP8. Source: sglang.srt 0.5.23,
+process_weights_after_loading in hardware_backend/npu/quantization/linear_method_npu.py; nothing
+there restores them before an update."""
+
 View = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -84,14 +92,14 @@ class HostWeights:
     Attributes:
         tensors: Weights and norms by the planner's names.
         converted: Scales that are copies, with how to make them again from SGLang's parameters.
-        replaced: Whether SGLang's own update puts new parameter objects in the place of these.
+        not_updated: Why SGLang cannot write new weights into these parameters, or None.
     """
 
     def __init__(self, attention: Any, layer: MlaLayer) -> None:
         self.layer = layer
         self.tensors: dict[str, torch.Tensor] = {}
         self.converted: dict[str, Callable[[], torch.Tensor]] = {}
-        self.replaced = False
+        self.not_updated: str | None = None
         self._turns: dict[str, _Turn] = {}
         self._turned: set[str] = set()
         self._strides: dict[str, tuple[int, ...]] = {}
@@ -110,8 +118,9 @@ class HostWeights:
     def _weight(self, name: str, module: Any) -> None:
         weight = module.weight
         self.tensors[name] = weight
-        if self.layer.quant_of(name) in _STORED_TURNED:
+        if (kind := self.layer.quant_of(name)) in _STORED_TURNED:
             self._turns[name] = _Turn(_transpose, _transpose)
+            self.not_updated = f"{name} is {kind}: {_AFTER_AN_UPDATE[kind == 'mxfp8']}"
 
     def _scale(self, name: str, module: Any) -> None:
         kind = self.layer.quant_of(name.removesuffix(".scale"))
@@ -120,7 +129,6 @@ class HostWeights:
             if scale.transpose(0, 1).is_contiguous():
                 self.tensors[name] = scale
                 self._turns[name] = _pairs_of(scale.shape)
-                self.replaced = True
                 return
             raise PlanMismatchError(
                 "paired MXFP8 scales are not laid out as SGLang leaves them",

@@ -166,6 +166,21 @@ def test_without_the_promise_the_engine_refuses_all_four_before_it_writes(
         torch.testing.assert_close(mine, first, rtol=0, atol=0)
 
 
+def test_a_session_of_refused_updates_leaves_the_model_serving(
+    load: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(dsa=True)
+    assert is_tombstone(loaded.attention.kv_b_proj.weight), "its end would read this"
+    loaded.attention.skip_topk = True
+    before = served(loaded.attention)
+    loaded.updater.begin_weight_update()
+    assert "a session of weight updates changes nothing" in caplog.text
+    assert not by_distributed(loaded, new_weights())[0]
+    loaded.updater.end_weight_update(run_post_load=True)
+    for mine, first in zip(served(loaded.attention), before, strict=True):
+        torch.testing.assert_close(mine, first, rtol=0, atol=0)
+
+
 def test_a_session_of_updates_is_prepared_for_once(load: Any) -> None:
     loaded = load(
         {"NPU_BACKEND_SGLANG_PROMISES": "weight_update", "NPU_BACKEND_SGLANG_RESTORE": "1"}
