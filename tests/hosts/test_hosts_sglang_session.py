@@ -424,7 +424,7 @@ def test_without_a_promise_the_engine_is_told_to_refuse(loaded):
 
 
 def test_a_session_of_refused_updates_changes_nothing_and_says_so(loaded, caplog):
-    """SGLang begins and ends sessions unasked; at the end it would derive w_kc from what is gone."""
+    """SGLang begins and ends them unasked; at the end it derives w_kc from what is gone."""
     adapter, runner = loaded()
     first = runner.model.layers[0]
     before = step(first)[2].clone()
