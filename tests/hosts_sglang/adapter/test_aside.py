@@ -198,8 +198,8 @@ def test_a_layer_that_cannot_be_prepared(
     session = import_module("npu_backend.hosts.sglang.session")
     bind = session.bind
 
-    def failing(plan: Any, tensors: Any) -> Any:
-        bound = bind(plan, tensors)
+    def failing(*args: Any, **options: Any) -> Any:
+        bound = bind(*args, **options)
         prepare = bound.prepare
 
         def later() -> None:
@@ -292,8 +292,7 @@ def test_off_by_its_variable_it_sets_no_hook_and_says_so_once() -> None:
 
 
 def test_off_an_npu_it_sets_no_hook_and_says_so_once() -> None:
-    before = "from sglang_world import standins; standins.install()"
-    done = loaded(before)
+    done = loaded("from sglang_world.start import stand_in; stand_in()")
     assert "HOOKS 0 0" in done.stdout, done.stderr
     assert "LOADED False" in done.stdout
     assert done.stderr.count("npu-backend: no NPU") == 1

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from npu_backend.testing import sim
 
-__all__ = ["NPU_MODULE", "PRE_MODULE", "VERSION", "World", "start"]
+__all__ = ["NPU_MODULE", "PRE_MODULE", "VERSION", "World", "stand_in", "start"]
 
 VERSION = "0.5.23"
 NPU_MODULE = "sglang.srt.hardware_backend.npu.modules.deepseek_v2_attention_mla_npu"
@@ -42,6 +42,15 @@ class World:
     pre: types.ModuleType
 
 
+def stand_in() -> None:
+    """Put the stand-ins in the place of packages of kernels; with or without an NPU."""
+    for name in _BEFORE_STANDINS:
+        importlib.import_module(name)
+    from sglang_world import standins
+
+    standins.install()
+
+
 @cache
 def start() -> World:
     """Bring everything up, once for a process; chip and CANN come from the environment.
@@ -55,11 +64,7 @@ def start() -> World:
     with warnings.catch_warnings():
         # Deprecations of SGLang's dependencies are not this project's.
         warnings.simplefilter("ignore")
-        for name in _BEFORE_STANDINS:
-            importlib.import_module(name)
-        from sglang_world import standins
-
-        standins.install()
+        stand_in()
         pre = importlib.import_module(PRE_MODULE)
         npu_mod = importlib.import_module(NPU_MODULE)
     return World(simulation, npu_mod, pre)
