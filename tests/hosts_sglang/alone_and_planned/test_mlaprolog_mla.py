@@ -46,7 +46,7 @@ def test_the_plan_runs_mlaprolog(case, pair):
     ids=lambda case: case.name,
 )
 def test_where_sglang_alone_absorbs_the_plan_s_mlaprolog_is_within_bfloat16_of_it(case, pair):
-    """With an ignore list too: its preprocess object is made without it, and never asks for more."""
+    """With an ignore list too: its preprocess object is made without one."""
     alone, planned = pair
     for mine, theirs in zip(planned["steps"], alone["steps"], strict=True):
         for name in mine:
