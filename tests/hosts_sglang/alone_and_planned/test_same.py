@@ -68,7 +68,7 @@ def _rotation_bound(page: torch.Tensor) -> torch.Tensor:
 def test_where_an_op_is_another_only_rotated_keys_and_outputs_differ_by_its_rounding(case, pair):
     alone, planned = pair
     for name, page in alone["pages"].items():
-        if name != "rope":
+        if name != "rope" or case.model.yarn:  # with YaRN both rotate by the same op
             assert torch.equal(planned["pages"][name], page), name
     apart = (planned["pages"]["rope"].float() - alone["pages"]["rope"].float()).abs()
     assert bool((apart <= _rotation_bound(alone["pages"]["rope"])).all())
